@@ -12,7 +12,8 @@ def replace_file(path: Path, data: bytes) -> None:
     The new contents are first written to a file next to it with the suffix `.partial`.
 
     Raises:
-        OSError: the file cannot be written. The former one is unchanged.
+        OSError: the file cannot be written. The former one is unchanged, unless only the last step failed: making the
+            replacement durable.
     """
     partial = path.with_suffix(".partial")
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

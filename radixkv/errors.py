@@ -49,7 +49,7 @@
 `radixkv.service.server.status` maps each to a gRPC status. Messages contain the field, the expected and the actual
 value; they never contain token ids or another tenant's name.
 
-Not in this tree: the exceptions of the clients (`radixkv.service.client.errors`), one for each gRPC status. A missing
+Not in this tree: the exceptions of the clients (`radixkv.service.client.errors`), by gRPC status. A missing
 package is a ModuleNotFoundError (`radixkv.service.missing_package`), and invalid arguments to a client raise ValueError
 or TypeError. Exceptions that never leave a module or its package are defined there.
 """
@@ -102,7 +102,7 @@ class NotPermitted(RequestError):
 
 
 class PromptTooLong(RequestError):
-    """The prompt exceeds the maximum length of the model, or the size of the block pool."""
+    """The prompt, or prompt and answer together, exceed the model's maximum length or the size of the block pool."""
 
 
 class BeyondCeiling(RequestError):
@@ -114,7 +114,7 @@ class UnknownAdapter(RequestError):
 
 
 class UnknownLease(RequestError):
-    """The tenant has no held lease with this id: it never existed, was released, or has expired."""
+    """The tenant has no usable lease with this id: it never existed, was released or purged, or has expired."""
 
 
 class UnknownPublicPrefix(RequestError):
@@ -122,7 +122,7 @@ class UnknownPublicPrefix(RequestError):
 
 
 class UnknownEventNumber(RequestError):
-    """No event batches follow this number: it is from before a restart, or the batches were discarded."""
+    """Reading cannot continue from this event number: it is unknown, or the batches after it were discarded."""
 
 
 class UnknownTokenizer(RequestError):
@@ -150,7 +150,7 @@ class NoReplica(CapacityError):
 
 
 class OutOfBlocks(CapacityError):
-    """There are not enough free or evictable blocks, or held leases have too many."""
+    """There are too few free or evictable blocks, or too many held leases, or blocks in them or in public prefixes."""
 
 
 class OutOfMemory(CapacityError):
@@ -158,7 +158,7 @@ class OutOfMemory(CapacityError):
 
 
 class QueueFull(CapacityError):
-    """Too many requests are unfinished, in total or of one tenant."""
+    """Too many requests are unfinished, in total or of one tenant, or too many calls wait for the engine."""
 
 
 class RateExceeded(CapacityError):
@@ -166,7 +166,7 @@ class RateExceeded(CapacityError):
 
 
 class TooManyAdapters(CapacityError):
-    """The maximum number of loaded and draining adapters is reached."""
+    """A maximum number of adapters is reached: of loaded, of loaded and draining, or of ever invoked ones."""
 
 
 class TooManyReaders(CapacityError):
@@ -190,7 +190,7 @@ class DoubleRelease(LifecycleError):
 
 
 class DeadlinePassed(LifecycleError):
-    """The deadline of the request passed before its result was known."""
+    """The deadline of the request passed before its result was known, or the request itself arrived too slowly."""
 
 
 class Draining(LifecycleError):
@@ -216,7 +216,7 @@ class KVOfOtherPrompt(KVSourceError):
 
 
 class KVSourceUnusable(KVSourceError):
-    """Another server cannot be used as it is configured, or as this one is."""
+    """Another server cannot be used with its configuration, or with that of this one."""
 
 
 class KVFormatDiffers(KVSourceUnusable):
@@ -240,7 +240,7 @@ class StoreBusy(StoreError):
 
 
 class StoreClosed(StoreError):
-    """The tier was closed before the call began."""
+    """The tier was closed before the call began, or the call was cancelled."""
 
 
 class StoreLate(StoreError):

@@ -49,7 +49,7 @@ class InvocationMarks:
     Equal tokens that were computed with different weights therefore differ in the tree, and the tokens before an
     invocation are cached once for the base model and all its adapters.
 
-    An adapter's mark depends on its content and is never reused, so an adapter that is loaded again finds its tokens
+    Marks belong to the content of adapters and are never reused, so an adapter that is loaded again finds its tokens
     that are still cached. Marks are only valid in this process. Thread-safe.
     """
 
@@ -77,7 +77,7 @@ class InvocationMarks:
             self._marks[digest] = number << _ID_BITS
 
     def has(self, digest: str) -> bool:
-        """Whether an adapter has, or has ever had, a mark."""
+        """Whether an adapter has a mark, which it keeps when it is unloaded."""
         return digest in self._marks
 
     def invocation(self, digest: str, start: int) -> Invocation:
@@ -85,7 +85,7 @@ class InvocationMarks:
         return Invocation(digest, start, self._marks[digest])
 
     def digest_of(self, tokens: bytes) -> str:
-        """Return the digest of the adapter that computed the last cached token; empty for the base model.
+        """Return the digest of the adapter that computed the last of these cached tokens; empty for the base model.
 
         All tokens after a marked one have the same mark, so a run of tokens is unmarked up to some position.
         """

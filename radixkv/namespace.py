@@ -12,7 +12,7 @@ PUBLIC_TENANT = "(public)"
 # Owner of the token that the engine computes to check that its device works. It has no ceiling, but floors of other
 # tenants and held leases may leave no block for it.
 TRIAL_TENANT = "(trial)"
-# The tenants that have no line of their own in statements.
+# The name under which statements add up the tenants that have no line of their own.
 OTHER_TENANTS = "(others)"
 # Names that clients must not use, and their owners.
 RESERVED_TENANTS = {

@@ -113,15 +113,16 @@ class Config:
     def load(cls, file: str | Path | None = None, settings: Iterable[str] = ()) -> Config:
         """Read a TOML file and apply `section.key=value` settings to it; the last value of a key wins.
 
-        Only the result is validated, so the order of different keys does not matter.
+        Only the names of sections are validated in each part. Keys and values are validated in the result, so the order
+        of different keys does not matter.
 
         Args:
             file: path of the TOML file, if there is one.
             settings: the values of `--set`.
 
         Raises:
-            ConfigError: the file cannot be read, a key is unknown (the message names the nearest one), or a value has
-                the wrong type or is out of range.
+            ConfigError: the file cannot be read, a setting has another form, a key is unknown (the message names the
+                nearest one), or a value has the wrong type or is out of range.
         """
         trees = [] if file is None else [_read_file(file)]
         trees += map(read_setting, settings)
@@ -162,7 +163,7 @@ def read_setting(setting: str) -> dict[str, Any]:
     {'tenants': {'example.com': {'weight': 2}}}
 
     Raises:
-        ConfigError: the section, the key or the value is missing.
+        ConfigError: the section, the key or the equals sign is missing. An empty value is an empty string.
     """
     path, equals, text = setting.partition("=")
     keys = _KEY.findall(path.strip())

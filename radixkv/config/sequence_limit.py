@@ -15,7 +15,8 @@ class SequenceLimit(NamedTuple):
     Attributes:
         max_tokens: the maximum; None if the configuration states none.
         stated_tokens: the length that config.json states or that its RoPE scaling implies; None if it states none.
-        reason: why the maximum is below `stated_tokens`, as a clause; empty if it is not.
+        reason: why longer sequences are not served although the files may allow them, as a clause; empty if the maximum
+            is `stated_tokens`.
         remedy: how to serve longer sequences, as a clause; empty if that is not possible.
     """
 

@@ -20,8 +20,8 @@ class BlockExaminer:
     """Compares the block ids of a prompt with those of the prompt before it in its session.
 
     In most traces, the id of a block is a hash of the block and of everything before it, so ids after a difference are
-    never equal again. Then the lost tokens are an upper bound: what the shorter prompt has after the difference and was
-    not reused.
+    never equal again. Then the lost tokens are an upper bound: all tokens of the shorter prompt after the difference,
+    without those that were reused.
 
     Attributes:
         tokens_per_id: tokens of a block.
@@ -38,7 +38,10 @@ class BlockExaminer:
         min_lost_tokens: int,
         segment_of: SegmentOf | None = None,
     ) -> Finding | None:
-        """Return why a prompt could not reuse more of the previous prompt of its session; None if it lost too little.
+        """Return why a prompt could not reuse more of the previous prompt of its session.
+
+        Returns:
+            The finding; None if there is no previous prompt, the prompt continues it, or too few tokens were lost.
 
         Args:
             prompt: the prompt.

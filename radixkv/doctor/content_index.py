@@ -54,8 +54,8 @@ class ContentIndex:
     def candidates(self, seed: int, tokens: Tokens, start: int) -> list[int]:
         """Return the prompts that have most of the tokens after `start`, at most `MAX_CANDIDATES`.
 
-        First come prompts that were the last ones to have most windows of these tokens, then those that were the first
-        ones to have them. Of prompts with equally many windows, later ones come first.
+        The prompts that were the last ones to contain the most windows of these tokens come first, followed by those
+        that were the first ones to contain the most. Of prompts with equally many windows, later ones come first.
         """
         keys = self._sampled_keys(tokens[start:], seed)
         candidates: dict[int, None] = {}

@@ -20,8 +20,8 @@ class LogDiagnosis:
         num_prompts: prompts of the log.
         prompt_tokens: tokens of these prompts.
         cached_tokens: tokens that were reused in the replay.
-        first_prompts: prompts that reused nothing and have no finding: nothing similar was sent before, or reusing it
-            would have saved too little.
+        first_prompts: prompts that reuse nothing even if nothing is evicted, and have no finding: nothing similar was
+            sent before, or reusing it would have saved too little.
         groups: what prompts lost, the most expensive cause first.
         num_other_groups: number of groups whose savings were not measured, and which are not in `groups`.
         findings: what each prompt of the log lost, without `replacements`; None if nothing.
@@ -78,7 +78,7 @@ def diagnose(
         examiner: finds the cause of a difference.
         size: the cache; by default one that evicts nothing.
         min_lost_tokens: losses of fewer tokens are not reported.
-        max_groups: groups whose savings are measured, each with one replay of the log.
+        max_groups: maximum number of groups whose savings are measured, each with one replay of the log.
         times: how long prefills take; None to report no seconds.
         on_prompt: called after each replayed prompt.
     """

@@ -14,7 +14,7 @@ class GroupKey(NamedTuple):
 
     Attributes:
         cause: why the tokens were not reused.
-        place: the segment that has the difference, or a range of positions.
+        place: the segment that has the difference, or a range of positions; empty if the cause is not a difference.
         pattern: pattern of the difference, such as "16 hexadecimal digits"; empty if it has none.
     """
 

@@ -24,7 +24,7 @@ class MissGroup:
         is_bound: whether `lost_tokens` is only an upper bound for some of the prompts.
         is_fixable: whether the cause can be removed from the log, to measure what that saves.
         saved_tokens: tokens that are not computed in a replay of the log without this cause and without the causes
-            of the groups before this one; None if the cause cannot be removed from the log.
+            of the groups before this one; None if the cause cannot be removed from the log, or this was not measured.
         saved_s: seconds to compute these tokens; None without a time model.
     """
 

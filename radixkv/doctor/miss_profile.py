@@ -23,7 +23,8 @@ class MissCounts(NamedTuple):
         prompts: prompts that were admitted; each of several completions of a prompt counts.
         prompt_tokens, cached_tokens: tokens of these prompts, and how many of them were reused.
         misses, missed_tokens: the prompts that had to compute at least 256 tokens, and what they computed.
-        examined_misses, examined_tokens: the misses that were examined, and what they computed.
+        examined_misses, examined_tokens: the misses that were examined or whose cause the cache knew, and what they
+            computed.
         first_prompts: examined misses without a cause: nothing similar was cached, or it would save too little.
     """
 

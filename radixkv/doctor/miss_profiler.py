@@ -140,7 +140,7 @@ class MissProfiler:
 
     Attributes:
         load_decode: loads the tokenizer of the model and returns its `decode`, or raises ValueError; called at most
-            once, on the thread. None without a tokenizer.
+            once, on the thread. None after the call, and without a tokenizer.
     """
 
     def __init__(
@@ -157,10 +157,10 @@ class MissProfiler:
         self._table = WindowTable()
         self._seed = secrets.randbits(63)
         self._queue: queue.SimpleQueue[_Miss | _Segment | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards all attributes below
+        self._lock = threading.Lock()  # guards the attributes below, up to `_is_closing`
         self._credit_s = _FIRST_CREDIT_S
         self._num_waiting_bytes = 0
-        self._num_forgotten = 0  # calls of `forget`, after which misses that waited before are not examined
+        self._num_forgotten = 0  # calls of `forget`, each of which discards the findings of misses that wait
         self._period_start_s = self._start_s = clock()
         self._profiles = [MissProfile(), MissProfile()]  # of the current period and of the previous one
         self._awaited: Future[Branches] | None = None  # what the thread waits for
@@ -232,7 +232,7 @@ class MissProfiler:
                 self._queue.put(_Segment(tenant, tokens, place))
 
     def forget(self, tenant: str | None) -> None:
-        """Forget the misses of a tenant, or of all if it is None. Waiting misses of any tenant are not examined."""
+        """Forget the misses of a tenant, or of all if it is None, and discard the findings of all waiting misses."""
         with self._lock:
             self._num_forgotten += 1
             for each in self._profiles:

@@ -57,7 +57,8 @@ class ReplayedPrompt(NamedTuple):
         num_tokens: tokens of the prompt, which differ from the log if a cause was fixed.
         cached_tokens: number of reused tokens.
         finding: what the prompt lost, and why; None if nothing.
-        is_first: whether the prompt reused nothing, and no loss that is large enough was found.
+        is_first: whether the prompt would reuse nothing even if nothing were ever evicted, and no loss that is large
+            enough was found.
     """
 
     num_tokens: int
@@ -107,7 +108,7 @@ class _Evictions(Listener):
 class Replay:
     """Replays the prompts of a log in order; each is leased, published and closed before the next one.
 
-    A cache that never evicts shows how much the prompts allow to reuse. With a capacity, a second cache shows how much
+    A cache that never evicts shows how much could be reused. With a capacity, a second cache shows how much
     is reused with evictions; what only the first cache reuses was evicted, or has expired.
 
     Args:

@@ -23,7 +23,7 @@ def trace_log(requests: Sequence[TraceRequest]) -> PromptLog:
     numbers: dict[int, int] = {}
     for index, each in enumerate(requests):
         num_whole = each.input_length // each.tokens_per_id
-        # With the ids of the answer, the block in which the prompt ends has the id that the next turn has there.
+        # The first id of an answer is that of the block in which the prompt ends, as the next turn contains it.
         ids = each.hash_ids if not each.output_ids else (*each.hash_ids[:num_whole], *each.output_ids[:1])
         prompt = LoggedPrompt(
             f"request {index + 1}", each.input_length, Namespace("trace"), each.session, each.timestamp_ms / 1000

@@ -33,8 +33,8 @@ class NamespaceIdentity(NamedTuple):
 class Identities:
     """Maps each namespace to a root of its hash chains and an opaque name.
 
-    One namespace, that of a tenant without adapter and salt, can be matched by anyone who knows the tokens. The names
-    of all other namespaces are derived from their fields with a secret key.
+    The namespace of one tenant without adapter, salt and public prefix can be matched by anyone who knows the tokens.
+    The names of all other namespaces are derived from their fields with a secret key.
 
     Args:
         tenant: the tenant of the namespace that can be matched by tokens.

@@ -81,7 +81,7 @@ class EventLog:
             after: number of the last batch that a reader has.
 
         Raises:
-            UnknownEventNumber: the number is from before a restart, or the batches after it were dropped.
+            UnknownEventNumber: the number is from before a restart or above `last`, or batches after it were dropped.
         """
         if not self.first - 1 <= after <= self.last:
             raise UnknownEventNumber(

@@ -46,7 +46,8 @@ class PeerConnection:
         now_s: monotonic time in seconds.
 
     Attributes:
-        last_progress_s: when the connection was accepted, or something was sent last.
+        last_progress_s: when the connection was accepted, a message of the log was begun, or something was sent,
+            whichever was last.
     """
 
     def __init__(self, connection: socket.socket, protocol: ZmtpConnection, reader: LogReader, now_s: float) -> None:
@@ -79,7 +80,7 @@ class PeerConnection:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a message was sent in part."""
+        """Whether a message or a reply is not sent completely yet."""
         return bool(self._unsent)
 
     @property

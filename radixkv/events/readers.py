@@ -56,14 +56,19 @@ class EventSource:
 
         Raises:
             Draining, StepHangs: the engine accepts no calls.
+            QueueFull: too many calls wait for the engine.
         """
         return self._call(lambda: self._feed.switch_on(self._nodes))
 
     def snapshot(self) -> Future[Snapshot]:
         """Request a snapshot of all cached blocks. Events are recorded from now on.
 
+        Returns:
+            A future, which raises the error of the log if the log has ended, and is cancelled if the call is.
+
         Raises:
-            Draining, StepHangs: the engine accepts no calls. The future may also raise Draining, or be cancelled.
+            Draining, StepHangs: the engine accepts no calls.
+            QueueFull: too many calls wait for the engine.
         """
         answer: Future[Snapshot] = Future()
 
@@ -144,7 +149,8 @@ class EventReaders:
 
         Returns:
             An iterator, which counts as a reader until it ends or is closed. It raises EventsLost if the reader falls
-            too far behind, or Draining when the service stops.
+            too far behind, Draining when the service stops, InvariantViolation if a bug has ended the log, and the
+            errors of `EventSource.snapshot`.
 
         Raises:
             TooManyReaders: the source has `MAX_READERS` readers.

@@ -65,7 +65,7 @@ class Snapshot:
         Complexity: O(nodes + tokens) for the first access, from any thread.
         """
         parts: list[list[Event]] = [[AllCleared()]]
-        num_blocks, num_left = 0, MAX_PART_BLOCKS  # blocks in all parts; space for blocks in the last part
+        num_blocks, num_left = 0, MAX_PART_BLOCKS  # device blocks in all parts; space for more in the last part
         known: set[bytes] = set()
         for run in self._runs:
             position, end = _num_known(run, known), len(run.hashes) // HASH_BYTES

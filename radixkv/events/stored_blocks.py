@@ -93,7 +93,12 @@ class StoredBlocks:
         self._copies: dict[bytes, int] = {}  # of blocks that end inside the first pool block of a node
 
     def process(self, changes: deque[Change], max_blocks: int) -> tuple[Event, ...]:
-        """Process changes from the front until `max_blocks` blocks are hashed or none is left. Returns the events.
+        """Process changes from the front until about `max_blocks` blocks are hashed or no change is left.
+
+        Each change counts as one more block. A change is always processed as a whole, and may exceed the maximum.
+
+        Returns:
+            The events.
 
         Complexity: O(added tokens + removed blocks).
         """
@@ -120,7 +125,7 @@ class StoredBlocks:
         )
 
     def run_of(self, node: Node) -> tuple[bytes, bytes, int]:
-        """Return the stored blocks of a node without pending changes.
+        """Return the stored blocks of a node, which must have no pending changes.
 
         Returns:
             The packed hash before its event blocks, their packed hashes, and the number of leading blocks that siblings
@@ -199,7 +204,7 @@ class StoredBlocks:
         self._runs[change.lower] = _Run(top.before, b"".join(run.hashes for run in runs), top.phase)
 
     def _shorten(self, node: Node, num_kept_tokens: int, events: list[BlocksStored | _Removal]) -> None:
-        """Remove the blocks of a node of which a token was removed."""
+        """Remove the event blocks of a node that contain a removed token."""
         run = self._runs[node]
         num_hashes = len(run.hashes) // HASH_BYTES
         num_kept = (run.phase + num_kept_tokens) // self._block_size if num_kept_tokens else 0

@@ -35,16 +35,18 @@ class TreeFeed(Listener):
         first reader ── every node ─────────▲
 
     Nothing is recorded before `switch_on`; until then, a change tests one flag. After that, a change of a tree records
-    a few references, and `publish` hashes the new tokens. It hashes a bounded number of blocks between two steps; the
-    rest waits for the next step.
+    a few references, and `publish` hashes the new tokens. After a maximum number of blocks, the remaining changes wait
+    for the next step; a change is not divided.
 
     Args:
         log: receives the batches.
         block_size: tokens per event block.
         pool_block_size: tokens per block of the pool.
         identities: published names of namespaces.
-        max_step_blocks: maximum number of blocks hashed per step. If steps compute more blocks, the backlog grows.
-        marks: tokens that invoked adapters computed. They are not published, since no reader could match them.
+        max_step_blocks: number of hashed blocks per step after which no further change is processed. If steps compute
+            more blocks, the backlog grows.
+        marks: marks of invoked adapters. The tokens that these computed are not published, since no reader could match
+            them.
 
     Attributes:
         log: see above.

@@ -20,7 +20,7 @@ _BACKLOG = 128
 
 @dataclass(frozen=True, slots=True)
 class ZmqAddress:
-    """A resolved address. The check and the later bind use the same resolution.
+    """A resolved address. `is_local` and `listen` use the same resolution.
 
     Attributes:
         key: the configuration key, for error messages.

@@ -59,7 +59,7 @@ class ZmqPort:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a message was sent in part to any peer."""
+        """Whether a message or a reply to any peer is not sent completely yet."""
         return any(peer.has_unsent for peer in self._peers)
 
     def accept(self, now_s: float) -> None:

@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 class ZmqPublisher:
     """Publishes each batch as `[topic, sequence, payload]` to subscribers, and again on request; see `ReplayReader`.
 
-    The engine's thread wakes the publisher's thread with one byte unless it is awake, and never blocks. No peer can
+    The engine's thread wakes the publisher's thread with one byte unless one is unread, and never blocks. No peer can
     block the publisher's thread, or take more than a bounded amount of its memory and time; see `ZmqPort`. A slow
     subscriber loses messages, sees a gap in the sequence numbers, and can request a replay.
 

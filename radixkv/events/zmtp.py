@@ -6,8 +6,8 @@
     frames ──────────────────────────────▶ ◀───────────── frames
 
 libzmq bounds the size of a frame, but neither the number of frames of a message nor the subscriptions of a peer: one
-peer can make it take any amount of memory. Here a connection holds at most one message of `MAX_FRAMES` frames of
-`MAX_FRAME_BYTES` bytes.
+peer can make it take any amount of memory. Here a connection holds at most one message, which has at most `MAX_FRAMES`
+frames of at most `MAX_FRAME_BYTES` bytes each.
 
 Source: ZMTP 3.0 (https://rfc.zeromq.org/spec/23/), and the commands of ZMTP 3.1.
 """
@@ -262,7 +262,7 @@ def split_command(body: bytes) -> tuple[bytes, bytes]:
     """Return the name and the data of a command.
 
     Raises:
-        ZmtpError: the command is shorter than its name.
+        ZmtpError: the command has no name, or is shorter than its name.
     """
     end = 1 + (body[0] if body else 0)
     if not 1 < end <= len(body):

@@ -47,6 +47,9 @@ class Evaluator:
             if it has no BOS token.
         use_tqdm: see `LLM.generate`.
 
+    Raises:
+        InvalidRequest: `prefix_token_id` is None, and the tokenizer names neither a BOS nor an EOS token.
+
     Attributes:
         num_prompt_tokens: tokens of all contexts of `loglikelihood` and `generate_until` so far.
         num_cached_tokens: how many of them were reused.
@@ -79,7 +82,7 @@ class Evaluator:
         """Return the log probability of each continuation, and whether greedy decoding would generate it.
 
         A context and its continuation are encoded together. White space at the end of a context belongs to the
-        continuation. Contexts that are too long lose their first tokens.
+        continuation. Contexts and continuations that are too long lose their first tokens.
 
         Args:
             pairs: context and continuation. An empty context is replaced by the prefix token.
@@ -128,7 +131,8 @@ class Evaluator:
                 absent and a temperature above 0 is given. Otherwise it is greedy.
 
         Raises:
-            InvalidRequest: an option is unknown, or has a wrong value. The message names the request.
+            InvalidRequest: an option is unknown or has a wrong value, or a context is not valid Unicode. The message
+                names the request.
         """
         prepared = []
         for index, (context, options) in enumerate(requests):

@@ -32,8 +32,8 @@ class RadixKVLM(LM):  # type: ignore[misc]  # lm_eval is not installed where typ
     Args:
         pretrained: the model; see `LLM`.
         max_gen_toks, prefix_token_id: see `Evaluator`.
-        keys: further arguments of `LLM`, such as `dtype` and `capacity_tokens`; `batch_size` and the device `cuda:0`
-            have no effect.
+        keys: further arguments of `LLM`, such as `dtype` and `capacity_tokens`; `batch_size`, `max_batch_size` and
+            the device `cuda:0` have no effect.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class BlockIndex:
 
     Attributes:
         num_blocks: number of blocks, including those of removed holders that are not swept yet.
-        num_refused: number of blocks that were not recorded because the index was full.
+        num_refused: number of blocks that were not recorded because a maximum was reached.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -111,7 +111,7 @@ class BlockIndex:
         return [(holders, sum(num for _, num in run)) for holders, run in groupby(runs, key=itemgetter(0))]
 
     def sweep(self) -> None:
-        """Clear the bits of removed holders in one shard. Complexity: O(blocks / 256); O(1) if there are none."""
+        """Clear the bits of removed holders in one shard. Complexity: O(blocks / 256); O(1) without such bits."""
         if not self._sweeping:
             if not self._retired:
                 return

@@ -21,7 +21,7 @@ class Verdict(Enum):
 class EventCursor:
     """Follows the sequence numbers of one replica.
 
-    After a gap, all batches are ignored until a snapshot begins, which may happen at any time.
+    After a gap, all batches are ignored until a snapshot begins. A snapshot may begin at any time.
 
     Attributes:
         number: number of the last batch that was read, from which to subscribe; 0 to request a snapshot.

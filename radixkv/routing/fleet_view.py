@@ -157,7 +157,7 @@ class FleetView:
     def tidy(self) -> None:
         """Expire old expectations, and sweep a part of the removed holders.
 
-        Methods that change the view also do this. If they are rarely called, call `tidy` several times per second.
+        `read` and `expect` also do this. If they are rarely called, call `tidy` several times per second.
         """
         now_s = self._clock()
         if now_s >= self._period_end_s:

@@ -46,8 +46,8 @@ class RoutedPrompt:
 
     Attributes:
         prompt_tokens: length of the prompt in tokens.
-        key: hash of the longest prefix that a replica has, or of the first block if no replica has any. Equal prefixes
-            have equal keys.
+        key: hash of the longest prefix that a replica has, or of the first block if no replica has any; 0 if the
+            prompt has no full block. Equal prefixes have equal keys.
         demand: number of replicas that recent requests for this prefix would have kept busy.
     """
 

@@ -26,7 +26,7 @@ class PromptBlocks:
             prompts of other namespaces match only prompts that this router has sent.
 
     Raises:
-        InvalidRequest: `tokens` is not whole tokens.
+        InvalidRequest: `tokens` is empty or not whole tokens.
 
     Attributes:
         num_tokens: length of the prompt.

@@ -27,7 +27,8 @@ class Route:
         is_new_home: whether the replica computes a prefix that other replicas have, since they can't serve all requests
             for it.
         ticket: identifies the request in `finished`.
-        most_tokens: the largest number of prompt tokens that any replica is expected to have cached.
+        most_tokens: the largest number of prompt tokens that any replica is expected to have cached, except those that
+            were avoided.
         queue_tokens: tokens that the replica computes before this request, given the tenant's fair share.
     """
 

@@ -25,8 +25,8 @@ _EMPTY = EngineLoad(BlockStats(*8 * [0]), RequestStats(*8 * [0]), 0, 0, 0, 0, St
 class EngineGauges(Collector):
     """Collects the state of the engine at each scrape.
 
-    While a step stalls, `radixkv_up` is 0, and of the other metrics of this collector only `radixkv_info`,
-    `radixkv_healthy` and those of events are reported.
+    While a step stalls, or after the engine has stopped, `radixkv_up` is 0, and of the other metrics of this collector
+    only `radixkv_info`, `radixkv_healthy` and those of events are reported.
 
     Args:
         engine: reports its load between two steps.
@@ -38,7 +38,7 @@ class EngineGauges(Collector):
         self._timeout_s = timeout_s
 
     def describe(self) -> Iterable[Metric]:
-        """List all metrics without asking the engine, so that a scrape can select some of them by name."""
+        """List all metrics without waiting for the engine, so that a scrape can select some of them by name."""
         return [
             *self._states(is_up=False),
             *self._events(),
@@ -52,7 +52,7 @@ class EngineGauges(Collector):
         ]
 
     def collect(self) -> Iterable[Metric]:
-        """Collect all metrics, without those of the engine's load if it does not answer. Never raises."""
+        """Collect all metrics, or only the few that the class names if the engine does not answer. Never raises."""
         load = self._load()
         yield from self._states(is_up=load is not None)
         yield from self._events()

@@ -34,7 +34,7 @@ _REFUSAL_REASONS: tuple[tuple[type[RadixKVError], str], ...] = (
 )
 _OTHER_REASON = "other"
 
-# What prometheus_client appends to the name of a metric to form the names of its samples.
+# What prometheus_client appends to the name of a metric to form the names of its samples, apart from `_created`.
 _SAMPLE_SUFFIXES = ("", "_total", "_bucket", "_sum", "_count", "_info")
 
 # From a cache hit with a small model to a long prompt after a long time in the queue.
@@ -99,7 +99,7 @@ class Metrics(Observer):
 
 
 class _NamedRegistry(CollectorRegistry):
-    """A registry in which `name[]=NAME` of a scrape also selects all samples of the metric NAME."""
+    """A registry in which `name[]=NAME` of a scrape also selects the samples of the metric NAME, except `_created`."""
 
     def restricted_registry(self, names: Iterable[str]) -> RestrictedRegistry:
         """Return a view that collects only the samples with these names, and those of the metrics with these names."""

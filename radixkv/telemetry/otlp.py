@@ -97,7 +97,7 @@ def collector_of(endpoint: str, environment: Mapping[str, str] = os.environ) -> 
 
 
 def require_exportable(config: TelemetryConfig) -> None:
-    """Check the endpoint and the installed packages before a model is loaded. Nothing is sent or imported.
+    """Check the endpoint and the installed packages before a model is loaded. Nothing is sent, and no SDK imported.
 
     Raises:
         ConfigError: the message names the key, and the command that installs a missing package.

@@ -85,7 +85,7 @@ class TrafficRecorder(Observer):
         num_dropped: requests that were left out.
 
     Raises:
-        ConfigError: the directory cannot be written.
+        ConfigError: the directory cannot be written, or its key has another size.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ from radixkv.tokens import TOKEN_BYTES
 _log = logging.getLogger(__name__)
 
 _HELD = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
-# Known keys of a shared store, about 30 MB.
+# Maximum number of remembered keys of a shared store. They take about 30 MB.
 _KNOWN_KEYS = 1 << 18
 # Loads are split into parts of this size: each is read well within `load_limit_s`, and does not fill a store's queue.
 _LOAD_BYTES = 64 << 20
@@ -64,7 +64,7 @@ def keyed_value(keys: BlockKeys, namespace: Namespace, name: bytes, layout: str 
 
 
 class _OpenTier:
-    """A tier, the index of what it holds, and the record of its namespaces, which only the disk has."""
+    """A tier, the index of what it holds, and, for the disk, the record of its namespaces and its eviction order."""
 
     def __init__(self, tier: Tier, index: TierIndex, record: DiskRecord | None) -> None:
         self.tier = tier

@@ -166,7 +166,7 @@ def _name_of(key: Any, value: Any = None) -> ValueName:
     name = key.chunk_hash + key.kv_rank.to_bytes(_RANK_BYTES, "little")
     name += key.object_group_id.to_bytes(_GROUP_BYTES, "little")
     layout = "" if value is None else f"{list(map(tuple, value.get_shapes()))} {value.get_dtypes()}"
-    # The tags of a key identify its owner on the disk, and have no tag for `model`.
+    # On the disk, the tags of a key identify its owner. There is no tag for `model`, so the model's name is the salt.
     return ValueName(Namespace("", key.cache_salt, "", key.model_name), name, layout)
 
 

@@ -38,7 +38,8 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         backend_options: ignored.
 
     Raises:
-        ConfigError: an option is invalid, or all ranks have the same K/V, and a store is not shared by all ranks.
+        ConfigError: an option is invalid; or there are several ranks with the same K/V, but a store that they do not
+            share.
     """
 
     def __init__(self, storage_config: Any, backend_options: object = None) -> None:
@@ -95,7 +96,7 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """Return how many pages can be loaded with the states of all pools that the policies of the pools require.
 
-        A pool with the policy `block_groups` is not supported: its pages are not loaded.
+        The policy `block_groups` is not supported: if a pool has it, no pages can be loaded.
         """
         num_kv = _num_leading(self._exist(_KV, keys))
         hits = {_KV: num_kv} if num_kv else {}

@@ -72,7 +72,7 @@ class SizedStores:
             self.of_size(num_bytes)
 
     def of_size(self, num_bytes: int) -> ByteStore | None:
-        """Return the store for values of a size; None if there are too many sizes, or the store cannot be opened."""
+        """Return the store for values of a size; None if it is 0, there are too many sizes, or opening fails."""
         with self._lock:
             if num_bytes not in self._stores:
                 self._stores[num_bytes] = self._open_store(num_bytes)

@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 TENANT = "tenant"
 # Bytes of K/V that a worker stages at a time for one load, so that a long prompt does not take twice its memory.
 _STAGED_BYTES = 64 << 20
-# Maximum time that a step without work waits for a load to end, and by which it may delay a request that arrives.
+# Maximum time for which a step without work waits for a load to end. It may delay an arriving request as long.
 _IDLE_WAIT_S = 0.005
 
 
@@ -138,7 +138,8 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     Raises:
         ConfigError: an option is invalid, or the failure policy is not `recompute`.
-        UnsupportedModel: the model has other states than the K/V of full attention.
+        UnsupportedModel: the model has other states than the K/V of full attention, or contexts are computed in
+            parallel.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -217,7 +218,10 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler_side.begin(list(metadata.values()))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many further tokens of a prompt can be loaded; None while a shared store has not answered."""
+        """Return how many further tokens of a prompt can be loaded, and whether they are loaded between steps.
+
+        The number is None while a shared store has not answered.
+        """
         num_tokens = self._scheduler_side.match(request, num_computed_tokens)
         return num_tokens, bool(num_tokens)
 
@@ -233,7 +237,7 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Receive what the workers have stored and evicted."""
+        """Receive which loads of the workers have ended or failed, and what the workers have stored and evicted."""
         self._scheduler_side.note_loads(
             connector_output.invalid_block_ids or (), connector_output.finished_recving or ()
         )

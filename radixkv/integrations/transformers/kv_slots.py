@@ -119,7 +119,7 @@ class KVSlots:
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """The layers that have been allocated."""
+        """The layers that are allocated."""
         return tuple(self._layers)
 
     @property
@@ -129,7 +129,7 @@ class KVSlots:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers that have been allocated."""
+        """Bytes of one block in all layers that are allocated."""
         return self.num_bytes * self._block_size // self._num_slots
 
     @property

@@ -39,7 +39,7 @@ _HARMLESS = frozenset(
 
 
 def require_reusable(model: object) -> None:
-    """Refuse a model whose state after a prefix is more than the K/V of the tokens in it.
+    """Refuse a model that cannot continue correctly from the K/V of the tokens of a prefix alone.
 
     Raises:
         UnsupportedModel: the message names the model and the reason.

@@ -138,8 +138,8 @@ class PrefixStore:
     ) -> None:
         """Copy the K/V of a sequence that are not cached yet into blocks, so that other prompts can reuse them.
 
-        Tokens beyond the size of the store are left out. Nothing is published if some K/V are not finite, if the store
-        was cleared since `epoch`, or if blocks before `first` were evicted.
+        Tokens beyond `max_sequence_tokens` or the size of the store are left out. Nothing is published if some K/V are
+        not finite, if the store was cleared since `epoch`, or if blocks before `first` were evicted.
 
         Args:
             namespace, tokens: the sequence.
@@ -147,8 +147,8 @@ class PrefixStore:
             first: the first position whose K/V `kv` can return.
             kv: returns the K/V of a range of positions.
             epoch: the epoch in which the sequence was matched.
-            saved_keys: keys of the first blocks of the sequence, which earlier calls saved in the tiers. Those of the
-                blocks that this call saves are appended.
+            saved_keys: keys of the first blocks of the sequence, which earlier calls passed to the tiers. Those of the
+                blocks that this call passes to the tiers are appended.
         """
         tokens = tokens[: self._max_tokens * TOKEN_BYTES]
         if len(tokens) <= num_published * TOKEN_BYTES:

@@ -116,7 +116,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         write_generated: whether to publish generated tokens.
 
     Attributes:
-        num_cached_tokens: number of reused tokens of each prompt.
+        num_cached_tokens: number of reused tokens of each row.
     """
 
     def __init__(
@@ -175,8 +175,11 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
     def begin_forward(self, model: object, arguments: Mapping[str, Any]) -> None:
         """Verify that a forward pass continues the rows of this cache. Called by a hook of the model.
 
+        After publishing has ended, only the model, its adapters and autocast are verified.
+
         Raises:
-            InvalidRequest: the pass does not continue them, or its K/V depend on more than the tokens.
+            InvalidRequest: the pass does not continue the rows, has other masks or positions than those of their
+                tokens, or uses another model, other LoRA adapters or `torch.autocast`.
         """
         input_ids = arguments.get("input_ids")
         if torch.is_autocast_enabled(self._model.device.type):
@@ -209,7 +212,11 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> KV:
-        """Append K/V of one layer, as `DynamicCache` does."""
+        """Append K/V of one layer, as `DynamicCache` does.
+
+        Raises:
+            InvalidRequest: no `begin_forward` preceded, although this cache still publishes.
+        """
         if self._is_publishing:
             if self._next_tokens is None:
                 raise InvalidRequest(
@@ -243,6 +250,9 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens of all rows, as assisted decoding does with rejected ones.
+
+        Args:
+            tokens_to_remove: their number as a negative integer, as in transformers.
 
         Raises:
             InvalidRequest: a layer with a sliding window no longer has the K/V of the whole window before the new end.

@@ -95,8 +95,10 @@ class RadixCache:
             directory of its own.
 
     Raises:
-        UnsupportedModel: the model keeps other states than K/V. The message names the model and the reason.
-        InvalidRequest: `capacity_tokens` or `block_size` is too small, or `kv_dtype` is unknown.
+        UnsupportedModel: the model cannot continue from K/V alone, or there are `tiers` and some weights are not in
+            memory. The message gives the reason.
+        InvalidRequest: `capacity_tokens` or `block_size` is too small, or `kv_dtype` is unknown or does not fit the
+            model.
         ConfigError: an option of the tiers is invalid, or a tier is too small for one block.
     """
 
@@ -207,7 +209,8 @@ class RadixCache:
             kwargs: further arguments of `model.generate`.
 
         Raises:
-            RequestError: see `cache_for`; or `kwargs` has a cache.
+            InvalidRequest, PromptTooLong, LifecycleError: see `cache_for`. InvalidRequest also if `kwargs` has a cache,
+                or an option of assisted decoding is set.
         """
         if names := [name for name in CACHE_NAMES if kwargs.get(name) is not None]:
             raise InvalidRequest(f"{names[0]}: RadixCache.generate creates the cache itself; expected none")
@@ -260,6 +263,7 @@ class RadixCache:
             InvalidRequest: an argument is wrong, or the model is in training mode.
             PromptTooLong: a prompt is so long that its length would change the K/V of its tokens.
             LifecycleError: this object was closed.
+            ConfigError, UnsupportedModel: tiers are opened in this call, and cannot be; see `RadixCache`.
         """
         prompts = list(self._prompts(input_ids, attention_mask))
         if num_sequences < 1:
