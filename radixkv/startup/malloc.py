@@ -13,14 +13,14 @@ _M_MMAP_THRESHOLD = -3
 _MOST_KEPT_BYTES = (1 << 31) - 1
 _LARGEST_KEPT_BYTES = 1 << 30
 
-# PyTorch reads it at its first allocation on a CPU.
+# An environment variable that PyTorch reads at its first allocation on a CPU.
 _HUGE_PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
 
 _log = logging.getLogger(__name__)
 
 
 def use_huge_pages() -> None:
-    """Let PyTorch request huge pages (2 MB) for large allocations, unless the environment variable is set.
+    """Let PyTorch request huge pages (2 MB) for large allocations, unless `THP_MEM_ALLOC_ENABLE` is set.
 
     Weights and K/V are read sequentially: with pages of 4 KB, the matmuls of a decoded token of a 0.5B model take 15 to
     20 % longer. Call it before the first tensor is allocated on a CPU; later calls have no effect.

@@ -62,7 +62,7 @@ def choose_num_blocks(
         memory: returns free and total bytes of a GPU; None to query it.
 
     Raises:
-        ConfigError: not even one block, or the largest step, fits.
+        ConfigError: on a GPU without `cache.capacity_tokens`, the largest step or not even one block fits.
     """
     if memory is None and model.device.type == "cuda":
         memory = torch.cuda.mem_get_info

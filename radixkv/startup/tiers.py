@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 # by `_WAITING_DIVISOR`, but at least `_MIN_WAITING_BYTES`.
 _WAITING_DIVISOR = 8
 _MIN_WAITING_BYTES = 64 << 20
-# A tier that has fewer blocks than the pool, divided by this number, causes a warning.
+# A warning is logged for a tier that has fewer blocks than the number of the pool's blocks divided by this.
 _SMALL_TIER_DIVISOR = 16
 # The prompt whose K and V identify how this process computes; see `_computed_by`.
 _PROBE_BLOCKS = 2
