@@ -19,7 +19,8 @@ from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.refusals import SERVE_FAST, reason_of
 from radixkv.storage.device_pool import KVShape
 
-# Tokens of the trial: on a GPU more than the keys of one split, on a CPU more than one tile of queries.
+# Tokens of the trial: on a GPU more than the keys of one split, on a CPU more than the keys of one unit of
+# `kernels/cpu/attention_plan.py`. The queries are more than one tile.
 _NUM_TOKENS = {"cuda": 2600, "cpu": 650}
 _NUM_QUERIES = 200
 

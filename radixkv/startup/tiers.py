@@ -196,7 +196,8 @@ def open_stores(
 
     Raises:
         UnsupportedModel: transfers are configured, and the layers have K/V of different shapes.
-        ConfigError: a store has no room for a block, or its packages are missing; an address or the secret is invalid.
+        ConfigError: a store has no room for a block, or its packages are missing; an address or a secret is invalid; or
+            there is not enough host memory.
     """
     if not any((config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master, others, transfer)):
         return None
