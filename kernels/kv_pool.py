@@ -132,7 +132,10 @@ class KVPool:
 
     @property
     def value_offset(self) -> int:
-        """Elements of `values` from a key to the value of the same token and head, in a pool that is not latent."""
+        """Elements of `values` from a key to the value of the same token and head.
+
+        The pool must be ordered by block, and must not be latent.
+        """
         if self.dtype == INT4:
             return self.head_dim
         return self.num_kv_heads * self.block_size * self.head_dim
@@ -158,7 +161,7 @@ class KVPool:
             dtype: dtype of the result.
 
         Returns:
-            `[2, ..., head_dim]`, in a latent pool `[1, ..., head_dim]`; a view if there is nothing to convert.
+            `[2, ..., head_dim]`, in a latent pool `[1, ..., head_dim]`; `values` itself if there is nothing to convert.
         """
         if scales is None:
             return values.to(dtype)

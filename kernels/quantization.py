@@ -15,7 +15,7 @@ INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's annotati
 # The largest magnitude of each dtype. A vector is scaled so that its largest magnitude becomes this.
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, INT4: 7.0}
 
-# The scale of a vector of zeros: the smallest normal float32.
+# The minimum of scales, which a vector of zeros gets: the smallest normal float32.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)

@@ -129,7 +129,7 @@ def _quantize_4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     """Quantize float32 `[out_features, num_groups, 32]`. Returns uint8 codes, and float32 scales and minima.
 
     Starts with the range of a group. Then fits scale and minimum to the codes by least squares and rounds again, as
-    long as a group's error shrinks.
+    long as a group's error shrinks, but at most three times.
     """
     minima, largest = groups.aminmax(dim=-1)
     scales, minima = _as_half((largest - minima) / _LARGEST[4]), _as_half(minima)

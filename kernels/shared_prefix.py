@@ -46,7 +46,7 @@ def prefix_order(
         The requests in order, `[num_requests]`, and the number of units that each has in common with the next one,
         `[num_requests - 1]`.
 
-    Complexity: O(num_requests x max_blocks), in numpy.
+    Complexity: O(num_requests x log(num_requests) x max_blocks), in numpy.
     """
     counts = np.asarray(num_units, dtype=np.int64)
     width = max(1, int(counts.max()) * blocks_per_unit)
@@ -74,11 +74,11 @@ def runs_in_order(num_units: Sequence[int], same_units: Sequence[int]) -> list[O
     2 3 [0 2]
     3 4 [0]
 
-    Complexity: O(num_requests + runs).
+    Complexity: O(num_requests x (1 + depth)), where `depth` is the maximum number of runs of one request.
 
     Args:
         num_units: number of units of each request, in that order; at least one request.
-        same_units: number of units that each request has in common with the next one.
+        same_units: number of units that each request has in common with the next one, from `prefix_order`.
     """
     runs: list[OrderedRun] = []
     todo = [(0, len(num_units), 0)]

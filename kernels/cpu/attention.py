@@ -4,9 +4,10 @@
 
 `attention_plan` splits the keys at fixed positions and joins rows of requests that share blocks. The bits of an output
 row depend only on the prefix of its token: the fused attention sums each row in an order that depends only on its keys,
-with one exception. It computes blocks of 32 rows or more, and sums one to three remaining rows in another order, so the
-number of rows is padded to a multiple of 16. In half precision, the summation order depends on the number of rows
-unless the number of terms is a multiple of 32, so sums are padded to that.
+with three exceptions. It computes blocks of 32 rows or more, and sums one to three remaining rows in another order, so
+the number of rows is padded to a multiple of 16. In half precision, the summation order depends on the number of rows
+unless the number of terms is a multiple of 32, so sums are padded to that. The sums of a single matmul may be split
+among threads, so `_attend` computes it twice.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ The order in which a library adds up terms does not depend on the values, so the
 `sensitive_linear` reveal it. Every row count that is used later is checked, with rows at the start, at the end, and in
 another order.
 
-A trial may have a time limit, which shortens the timing but never skips a check: a library is only called with row
-counts that gave bitwise identical results with the whole weight.
+A trial may have a time limit, which may reduce the row counts that are timed and checked. In exact mode, a library that
+is not batch-invariant by construction is still called only with row counts that gave bitwise identical results with the
+whole weight.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def choose_gemm(
         clock: returns seconds; None for the clock of `Stopwatch.here`.
 
     Returns:
-        The choice; None if no candidate is batch-invariant for any row count, which does not depend on the limit.
+        The choice; None in exact mode if no candidate is batch-invariant for any row count. That does not depend on
+        the limit.
     """
     watch = Stopwatch.here() if clock is None else Stopwatch(clock)
     end_s = watch.now() + limit_s
@@ -246,8 +248,9 @@ def _confirm(
 ) -> None:
     """If the leader is not batch-invariant, time it again, alternating with the fastest batch-invariant backend.
 
-    The leader keeps the lead only if the slower one of its two times, for each row count, beats the faster one of the
-    other backend, since a disturbance of the machine rarely affects both measurements. A wrong leader costs a model
+    The leader keeps the lead only if its score, with the slower one of its two times for each row count, beats that of
+    the other backend with the faster ones, since a disturbance of the machine rarely affects both measurements. If no
+    time is left for this, it does not keep the lead. A wrong leader costs a model
     more than a right one gains, because the layer no longer runs in one call: decoding a token with `tiny` took 6.3 ms
     instead of 3.6 ms.
     """
@@ -319,7 +322,7 @@ def cold_calls(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> It
 
 
 def cold_copies(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> list[Call]:
-    """Pack as many copies of a weight as it takes to exceed the cache.
+    """Pack as many copies of a weight as it takes to be twice as large as the cache, but at most 32.
 
     Args:
         name: name of the backend.
@@ -402,7 +405,9 @@ def _agreeing_sets(
     known: Mapping[int, float],
     watch: Stopwatch,
 ) -> list[dict[int, float]]:
-    """Partition row counts into sets that give bitwise identical results. Returns the cost of each row count.
+    """Group row counts into disjoint sets that give bitwise identical results. Some row counts may be in no set.
+
+    Returns the cost of each row count of each set.
 
     Args:
         known: measured costs of some row counts.

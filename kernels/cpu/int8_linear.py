@@ -43,8 +43,8 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows: `[num_rows, num_columns]`.
 
     Returns:
-        int8 `[num_rows, num_columns]`, and float32 scales `[num_rows, 1]`. If a row contains NaN or infinity, so does
-        its scale.
+        int8 `[num_rows, num_columns]`, and float32 scales `[num_rows, 1]`. If a row contains NaN or infinity, its scale
+        is not finite.
     """
     wide = rows.float()
     largest = torch.maximum(wide.amax(1, keepdim=True), wide.amin(1, keepdim=True).neg_())

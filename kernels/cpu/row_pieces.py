@@ -1,8 +1,9 @@
 """Computes elementwise functions so that the bits of a result do not depend on its position in the tensor.
 
 Torch computes most of a tensor in vectors and the remaining elements one by one, with another implementation of the
-exponential, and it splits large tensors among threads. Here each row is padded to whole vectors, and no row is split
-among threads: either all threads of a call get the same number of rows, or one thread computes all of them:
+exponential, and it splits large tensors among threads. Here each row is padded to whole vectors, and no row of up to
+32,768 numbers is split among threads: either all threads of a call get the same number of rows, or one thread computes
+all of them:
 
     [601, 100], 2 threads      rows padded to 128: a call of 600, 300 for each thread, and a call of 1
 """

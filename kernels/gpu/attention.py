@@ -27,10 +27,10 @@ def paged_attention(
     *,
     is_specialized: bool = False,
 ) -> torch.Tensor:
-    """Compute `reference.paged_attention` in one launch.
+    """Compute `reference.paged_attention`.
 
-    If the plan splits, a second launch merges the partial results. The warp-specialized kernel needs another launch,
-    which copies the queries.
+    This takes one launch. If the plan splits, another launch merges the partial results. The warp-specialized kernel
+    needs an additional launch, which copies the queries.
 
     Scores, softmax and sums are float32; the weights are rounded to the query's dtype before they are multiplied by V.
     The scales of a quantized pool are applied to the scores and the weights, not to K and V. For float16 queries over a
@@ -39,7 +39,8 @@ def paged_attention(
     Args:
         query: `[num_tokens, num_query_heads, head_dim]` with a contiguous last dimension, packed according to
             `batch.query_starts`; float32, bfloat16 or float16.
-        pool: the K/V; the suffix is already written. The block size is a power of two of at least 16.
+        pool: the K/V, ordered by block and not latent; the suffix is already written. The block size is a power of two
+            of at least 16.
         layer: index into the pool's layers.
         batch: the step that `plan` was made for.
         plan: `plan_attention` of `batch` for this window.

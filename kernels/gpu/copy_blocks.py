@@ -16,7 +16,7 @@ def copy_blocks(pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> N
     """Compute `reference.copy_blocks` in one launch.
 
     Args:
-        pool: the K/V.
+        pool: the K/V, ordered by block.
         sources: int64 `[num_copies]` block ids, contiguous.
         targets: int64 `[num_copies]` block ids, contiguous, all different and none of them a source.
 

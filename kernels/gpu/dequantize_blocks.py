@@ -17,7 +17,7 @@ def dequantize_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: 
     """Compute `reference.dequantize_blocks` in one launch.
 
     Args:
-        pool: the K/V, quantized.
+        pool: the K/V, quantized; not latent.
         layer: index into the pool's layers.
         block_ids: int32 `[num_blocks]`, contiguous.
         dtype: dtype of the new pool: bfloat16, float16 or float32.

@@ -28,8 +28,8 @@ from radixkv.kernels.staging import to_device
 # time, too.
 _MIN_ROWS = 1600
 
-# Steps of at most this number of tokens never dequantize first, so their launches do not depend on the blocks that they
-# read.
+# Steps of at most this number of tokens do not dequantize first, except in trials, so their launches do not depend on
+# the blocks that they read.
 MAX_SHORT_TOKENS = 128
 
 # Memory for plain blocks, which live while a layer attends: 131,072 tokens of 8 heads of 128 dimensions.
@@ -73,9 +73,9 @@ def plan_dequantize(
         is_forced: whether to dequantize first even if it is slower.
 
     Returns:
-        A plan whose tensors are on the device of `batch.block_tables`. None if the pool is not quantized, the queries
-        are float32 or, unless forced, the step is short, too few rows see each key, or plain blocks would take more
-        than 512 MiB.
+        A plan whose tensors are on the device of `batch.block_tables`. None if the pool is not quantized, or the
+        queries are float32. Unless forced, also None if the step is short, too few rows see each key, or plain blocks
+        would take more than 512 MiB.
     """
     if pool.scales is None or dtype not in _DTYPES:
         return None

@@ -27,8 +27,9 @@ TILE_ROWS = 128
 
 _TILE_KEYS = KEY_ALIGNMENT_TOKENS
 
-# Tiles of K, and of V, in shared memory: one in use, two being loaded. With 128 dimensions they take 193 of 227 KiB; a
-# second program would not fit anyway, for lack of registers. Two and four compile as well; none of them is measured.
+# Tiles of K, and of V, in shared memory: one in use, two being loaded. With 128 dimensions a program takes 193 of
+# 227 KiB; a second program would not fit anyway, for lack of registers. Two and four stages compile as well; none of
+# these numbers is measured.
 _NUM_STAGES = 3
 
 _TMA_ALIGNMENT_BYTES = 16  # of addresses and strides

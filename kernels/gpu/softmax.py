@@ -14,8 +14,9 @@ _LOG2_E = 1.4426950408889634
 
 
 def base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
-    """Return the scale and softcap of `softmax_step`, both in base-2 logarithms.
+    """Return the scale and softcap that `softmax_step` takes, so that its scores are base-2 logarithms of weights.
 
+    With a softcap, the scale is already divided by it.
     With c = softcap, c * tanh(s * scale / c) = c - 2c / (1 + 2^(s * 2 log2(e) scale / c)). This takes one exp2, and is
     correct if the exp2 overflows or underflows.
 

@@ -109,9 +109,9 @@ class Attention:
     def __call__(self, query: torch.Tensor, layer: int, sinks: torch.Tensor | None) -> torch.Tensor:
         """Compute `reference.paged_attention`.
 
-        K and V are rounded to the dtype of the queries. If the processor multiplies bfloat16, softmax weights are
-        rounded to bfloat16 too. Sums are float32. Besides the result, each thread needs memory for the rows
-        of one work item (`AttentionWork.items`).
+        K and V are rounded to the dtype of the queries. For bfloat16 queries, softmax weights are rounded to bfloat16
+        too if the processor multiplies bfloat16. Sums are float32. Besides the result, each thread needs memory for the
+        rows of one work item (`AttentionWork.items`).
 
         Args:
             query: the queries of a layer, with the layout that was passed to the constructor.

@@ -6,7 +6,7 @@ these keys, so that shared keys are read once:
     tokens   [ tile of request 0 )[ tile of request 1 )
     rounds   [ a shared prefix ...................... )  [ own keys of 0 )  [ own keys of 1 )
 
-An item is a unit of work for a thread: some rows of one KV head, in all their rounds.
+An item is a unit of work for a thread: some rows of one KV head, and the rounds that include all of their keys.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AttentionWork:
     Attributes:
         tokens: `[num_tokens]`, the packed token rows of the step, in the order of the tiles.
         positions: `[num_tokens]`, the position of each token in its sequence.
-        blocks: the block ids of all requests, concatenated.
+        blocks: the block ids of all requests, padded to the same number per request and concatenated.
         rounds: `[num_rounds, 6]`. Columns: first and end token, first and end key, first written key (those before it
             are outside the window, and may have no K/V), and the index in `blocks` of the block of the first key. The
             rounds of a token are in ascending order of keys.

@@ -157,10 +157,11 @@ class NativeCopies:
 
         Returns:
             Whether the blocks were filled. They are not if the size of a piece is not a multiple of 64 bytes, pieces
-            are not aligned to 32 bytes, or there are fewer than `MIN_FILLED_BYTES` in total.
+            are not aligned to 32 bytes or have no constant stride, or there are fewer than `MIN_FILLED_BYTES` in total.
 
         Raises:
-            ValueError: a payload has another size, a block does not exist, or `blocks` is read-only.
+            ValueError: a payload has another size, a block does not exist, there is not one payload per id, or
+                `blocks` is read-only.
         """
         block_bytes = blocks[0].nbytes
         if not blocks.flags.writeable or any(each.nbytes != block_bytes for each in payloads):

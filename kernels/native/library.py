@@ -1,6 +1,6 @@
 """Loads the C++ kernels for the processor: the installed ones, or else those in the cache directory.
 
-If neither exist, the kernels are compiled into the cache directory, once. The name of a library there contains digests
+If neither exists, the kernels are compiled into the cache directory, once. The name of a library there contains digests
 of what it was compiled from and of the file itself:
 
     kernels/<variant>-<digest of options and sources>-<digest of the file>.so
@@ -50,7 +50,8 @@ def load_library(
 ) -> ctypes.CDLL:
     """Load the kernels of the first variant that is available, compiling them if necessary.
 
-    Compiling takes 9 to 14 CPU seconds, distributed over all cores, and is logged. The log names the loaded library.
+    Compiling a variant takes 9 to 14 CPU seconds, distributed over the cores that the process may use, and is logged.
+    The log names the loaded library.
 
     Args:
         directory: the cache directory. Its subdirectory `kernels` keeps the eight compiled libraries used last.

@@ -96,7 +96,8 @@ class NativeRows:
         The heads of a token must be adjacent in `key` and in `value`; `slots` and `largest` must be contiguous.
 
         Raises:
-            ValueError: an argument does not meet these conditions, or has another dtype or shape.
+            ValueError: an argument does not meet these conditions, or `value`, `slots` or `largest` has another dtype
+                or shape.
         """
         _require_adjacent_heads("key", key)
         if value is not None:

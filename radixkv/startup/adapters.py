@@ -18,8 +18,8 @@ from radixkv.model.model import Model
 from radixkv.model.report import Report, report_nothing
 from radixkv.startup.openmp_threads import end_openmp_threads
 
-# The size limit of an adapter file, as a multiple of `model.adapter_bytes`: a number may take four bytes in the file,
-# and one byte on the device.
+# The size limit of an adapter file, as a multiple of `model.adapter_bytes`: a number may take eight bytes in the file,
+# and two bytes on the device.
 _FILE_SIZE_FACTOR = 4
 
 _log = logging.getLogger(__name__)

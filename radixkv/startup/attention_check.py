@@ -19,12 +19,13 @@ from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.refusals import SERVE_FAST, reason_of
 from radixkv.storage.device_pool import KVShape
 
-# Tokens of the trial: on a GPU more than the keys of one split, on a CPU more than one tile of queries.
+# Tokens of the trial: on a GPU more than the keys of one split, on a CPU more than the keys of one unit of
+# `kernels/cpu/attention_plan.py`. The queries are more than one tile.
 _NUM_TOKENS = {"cuda": 2600, "cpu": 650}
 _NUM_QUERIES = 200
 
-# The queries are divided here into five parts: the first query alone; 17, 52 and 129 queries, which are fewer and more
-# than the rows of a tile; and the last query alone, whose sums are the most sensitive to cancellation.
+# The queries are divided here into five parts: the first query alone; 17, 52 and 129 queries, some of which fill less
+# than a tile and others more; and the last query alone, whose sums are the most sensitive to cancellation.
 _CUTS = (1, 18, 70, 199)
 
 # Maximum distance of a row from the reference, relative to the row's norm. It allows for rounding and for another order
@@ -35,15 +36,16 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 def check_attention(kernels: AttentionKernels, use: AttentionUse) -> None:
     """Attend over a long prefix and compare with `kernels/reference.py`.
 
-    The queries are computed in one step, and again in parts together with other requests. In exact mode both results
-    must be bitwise identical. Slots that are not written hold NaN.
+    The queries are computed in one step, and again in parts together with other requests. In exact mode both ways must
+    also give bitwise identical results for inputs that are sensitive to cancellation. Slots that are not written hold
+    NaN.
 
     Args:
         kernels: the kernels that will serve.
         use: the requirements of the model.
 
     Raises:
-        UnsupportedModel: the results differ for at least one kind of layer.
+        UnsupportedModel: for at least one kind of layer, the kernels do not run, or the results differ.
     """
     for kind in use.kinds:
         _check_kind(_Trial(kernels, kind, use), kind, use)

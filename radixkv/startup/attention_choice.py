@@ -31,8 +31,8 @@ def attention_kernels(
 ) -> AttentionKernels:
     """Choose the attention kernels for a model and its device by short trials; see `choose_attention`.
 
-    Trials run in separate processes on a GPU, and in this process on a CPU. If FlashInfer is installed and passes its
-    trial, it computes attention in steps that do not run as CUDA graphs.
+    Trials run in separate processes on a GPU, and in this process on a CPU. If FlashInfer is installed, supports the
+    model and passes its trial, it computes attention in steps that do not run as CUDA graphs.
 
     Args:
         model: the model that will be served.

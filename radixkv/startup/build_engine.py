@@ -101,7 +101,7 @@ def build_engine(
         if shadows is not None:
             observers = (*observers, QuotaShadowFeed(shadows))
         misses = None
-        if config.server.diagnosed_share and config.transfer.role != "decode":  # prefill replicas profile its prompts
+        if config.server.diagnosed_share and config.transfer.role != "decode":  # prefill replicas profile the prompts
             misses = MissProfiler(config.server.diagnosed_share)
         use_huge_pages()
         keep_freed_memory()  # before loading, which copies each weight of a model on a CPU

@@ -47,9 +47,10 @@ def launch_all(model: Model, storage: KVStorage, kernels: Sequence[PlanningKerne
 
 
 def _steps(group_sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield steps as numbers of new tokens per request: 1, and for each tile a multiple of 16 and an odd number.
+    """Yield steps as numbers of new tokens per request.
 
-    A tensor with a single token has special strides.
+    The first step has a single token, since a tensor of one token has special strides. Then there are two steps for
+    each group size and tile: the total number of tokens is a multiple of 16 in one, and odd in the other.
     """
     yield [1]
     for group_size in group_sizes:

@@ -36,8 +36,9 @@ def drop_wrong_graphs(
 ) -> None:
     """Compute a step with each graph and without it, and drop graphs whose results differ, with a warning.
 
-    In exact mode logits and K/V are compared bit for bit, on the device. Each step has one token less than its graph
-    has room for. Graphs that cannot be checked because the pool has too few blocks are also dropped.
+    In exact mode logits and K/V are compared bit for bit, on the device; in fast mode only the logits are compared,
+    with a tolerance. Each step has at least one token less than its graph has room for, unless that is a single token.
+    Graphs that cannot be checked, because the pool has too few blocks for example, are also dropped.
 
     Args:
         graphs: steps captured over `storage`.

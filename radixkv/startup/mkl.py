@@ -14,11 +14,11 @@ def fix_summation_order(environment: MutableMapping[str, str], cpuinfo: Path = _
 
     On processors with AVX2 and without AVX-512, PyTorch uses MKL for bfloat16 matmuls, and the results for rows at the
     end of a block differ in their last bits from those of other rows. Without the C++ kernels, exact mode then has no
-    batch-invariant attention. In MKL's strict mode of numerical reproducibility, all rows agree. A variable that the
-    user has set is not changed.
+    batch-invariant attention. In MKL's strict mode of numerical reproducibility, all rows agree. On other processors,
+    and if the user has set the variable, nothing changes.
 
     Args:
-        environment: `os.environ`, to which `MKL_CBWR` is added.
+        environment: `os.environ`, to which `MKL_CBWR` may be added.
         cpuinfo: file that describes the processors.
     """
     try:

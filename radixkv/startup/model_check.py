@@ -26,13 +26,14 @@ from radixkv.tokens import TOKEN_BYTES
 # (tests/startup/test_model_check.py).
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
-# Some models in bfloat16 amplify rounding. With 24 layers of random weights with a standard deviation of 0.02, the
-# logits of transformers' eager and SDPA attention are 0.024 apart, and 0.093 with 0.05, while a missing window of 128
-# causes 1.2 at the 133rd token. Therefore the distance from eager attention may be up to this many times the distance
-# between the two, but at most twice the tolerance.
+# Some models in bfloat16 amplify rounding. With 24 layers of random weights, the logits of transformers' eager and SDPA
+# attention are 0.024 apart for a standard deviation of 0.02, and 0.093 apart for 0.05, while a missing window of 128
+# causes 1.2 at the 133rd token. Therefore the distance from eager attention may exceed the tolerance: it may be up to
+# this many times the distance between eager and SDPA attention, but at most twice the tolerance.
 _OWN_DISTANCES = 1.5
 
-# With 8-bit weights, the last bits of the attention output decide to which integer an input is rounded.
+# With int8 weights, rows are quantized too: the last bits of the attention output decide to which integer a number of
+# the next matmul's input is rounded.
 _INT8_TOLERANCE = 5e-2
 
 
@@ -61,6 +62,7 @@ def check_model(
     Raises:
         UnsupportedModel: the results differ, so the model keeps state that the cache does not hold, or its attention
             differs from that of the kernels; or transformers' own attention fails.
+        torch.OutOfMemoryError: the device has too little memory for the prompt.
     """
     num_tokens = 2 * block_size + 5
     tokens = ((np.arange(num_tokens) * 7919 + 1) % model.vocab_size).astype("<u4").tobytes()
@@ -107,7 +109,10 @@ def _compute(
 
 
 def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
-    """Return the name of the first module whose output for the last token depends on other tokens of the batch."""
+    """Return the name of the first module whose output for the last token depends on other tokens of the batch.
+
+    If there is none, this is the name of the model's class.
+    """
     module = runner.model.module
     seen: dict[str, torch.Tensor] = {}  # the last token's output, in the order in which modules end
 

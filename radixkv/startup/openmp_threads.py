@@ -31,11 +31,11 @@ def bound_spinning(environment: MutableMapping[str, str], cpuinfo: Path = _CPUIN
     model of 135M parameters took 14 times as long as on a quiet machine, and 1.9 times as long with this bound. Without
     any spinning it took 1.2 times as long on a quiet machine.
 
-    OpenMP reads these variables when it is loaded, so call this before torch is imported. A variable that the user has
-    set is not changed.
+    OpenMP reads the variable `GOMP_SPINCOUNT` when it is loaded, so call this before torch is imported. Nothing changes
+    if the user has set `GOMP_SPINCOUNT` or `OMP_WAIT_POLICY`.
 
     Args:
-        environment: `os.environ`, to which `GOMP_SPINCOUNT` is added.
+        environment: `os.environ`, to which `GOMP_SPINCOUNT` may be added.
         cpuinfo: file that describes the processors.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():

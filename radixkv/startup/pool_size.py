@@ -62,7 +62,7 @@ def choose_num_blocks(
         memory: returns free and total bytes of a GPU; None to query it.
 
     Raises:
-        ConfigError: not even one block, or the largest step, fits.
+        ConfigError: on a GPU without `cache.capacity_tokens`, the largest step or not even one block fits.
     """
     if memory is None and model.device.type == "cuda":
         memory = torch.cuda.mem_get_info
@@ -132,7 +132,7 @@ def reserve_step_memory(model: Model, kernels: AttentionKernels, storage: KVStor
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes of main memory that this process can still allocate; None if the system does not report them.
 
-    This is the minimum of the available memory and of what the limit of the cgroup (version 2) leaves.
+    This is the minimum of the available memory and of what the memory limit of a container (cgroup version 2) leaves.
 
     Args:
         root: the directory that holds `proc` and `sys`.

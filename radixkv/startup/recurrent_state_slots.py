@@ -11,7 +11,7 @@ from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVShape
 
-# Minimum number of snapshots if `cache.state_bytes` is not set.
+# Minimum number of snapshots if `cache.state_bytes` is not set, in a pool with at least as many blocks.
 _MIN_SNAPSHOTS = 64
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def make_state_slots(
         kv_shape: the shape and format of K and V in the pool.
         num_blocks: blocks of the pool.
         config: the configuration, with the memory for snapshots in section `cache`.
-        limits: the maximum number of running requests.
+        limits: the limits of the engine, among them the maximum number of running requests.
 
     Raises:
         UnsupportedModel: the configuration enables a feature that does not support states.

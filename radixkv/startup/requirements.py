@@ -1,4 +1,7 @@
-"""Refuses a configuration whose files, packages or addresses can't be used, before a model is loaded; without torch."""
+"""Refuses a configuration whose files, packages or addresses can't be used, before a model is loaded.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reads the secrets of the stores below the device from the files that a configuration names, without torch."""
+"""Reads the secrets of the stores below the device from the files that a configuration names.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 

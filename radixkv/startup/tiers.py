@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 # by `_WAITING_DIVISOR`, but at least `_MIN_WAITING_BYTES`.
 _WAITING_DIVISOR = 8
 _MIN_WAITING_BYTES = 64 << 20
-# A tier that has fewer blocks than the pool, divided by this number, causes a warning.
+# A warning is logged for a tier that has fewer blocks than the number of the pool's blocks divided by this.
 _SMALL_TIER_DIVISOR = 16
 # The prompt whose K and V identify how this process computes; see `_computed_by`.
 _PROBE_BLOCKS = 2
@@ -196,7 +196,8 @@ def open_stores(
 
     Raises:
         UnsupportedModel: transfers are configured, and the layers have K/V of different shapes.
-        ConfigError: a store has no room for a block, or its packages are missing; an address or the secret is invalid.
+        ConfigError: a store has no room for a block, or its packages are missing; an address or a secret is invalid; or
+            there is not enough host memory.
     """
     if not any((config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master, others, transfer)):
         return None

@@ -36,10 +36,11 @@ class Division(NamedTuple):
 
 
 def divide_layers(config: Config, limits: EngineConfig, model: Model, num_blocks: int) -> Division:
-    """Choose the pools of a model's layers. If windowed layers keep the K/V of every token, the reason is logged.
+    """Choose the pools of a model's layers.
 
     Both pools together take the memory of one. The border between them moves with the traffic, unless
-    `cache.windowed_tokens` fixes it.
+    `cache.windowed_tokens` fixes it. If the model has windowed layers and they keep the K/V of every token, the reason
+    is logged, unless it is `cache.windowed_tokens = 0`.
 
     Args:
         config: the configuration.

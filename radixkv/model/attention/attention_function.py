@@ -16,7 +16,7 @@ from radixkv.model.attention.paged_step import RunningPass
 
 ATTENTION_NAME = "radixkv_paged"
 
-# Keywords that transformers passes to every attention function and that do not change the result of a prefill.
+# Keywords that models may pass to an attention function and that do not change the result of a causal prefill.
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "output_router_logits"}
 )

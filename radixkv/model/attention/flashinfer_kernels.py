@@ -142,7 +142,7 @@ class FlashInferKernels:
 def flashinfer_kernels(
     use: AttentionUse, capability: tuple[int, int], triton: TritonKernels
 ) -> FlashInferKernels | None:
-    """Return FlashInfer's kernels for a trial; None if it is not installed, or does not support the model.
+    """Return FlashInfer's kernels for a trial; None if it is not installed, or does not support the model or the GPU.
 
     Args:
         use: the requirements of the model.

@@ -18,7 +18,7 @@ from radixkv.model.layers.gemm_tuner import GemmTuner, TrialBudget
 from radixkv.model.layers.packed_linear import Matmul
 from radixkv.model.refusals import SERVE_FAST
 
-# The attribute of a layer that holds its `LatentHeads`, and the linear layer whose weight they use.
+# The name of a layer's attribute that holds its `LatentHeads`, and the name of the linear layer whose weight they use.
 ATTRIBUTE, CHILD = "latent_heads", "kv_b_proj"
 
 
@@ -92,7 +92,8 @@ class LatentParts:
         budget: time for trials of matmuls, in exact mode; None for no bound.
 
     Raises:
-        UnsupportedModel: the model has latents, but its layers do not use them as `LatentHeads` does.
+        UnsupportedModel: the model has latents, but its layers do not use them as `LatentHeads` does, or no matmul for
+            them is batch-invariant although results must be.
     """
 
     def __init__(self, module: PreTrainedModel, *, is_exact: bool, budget: TrialBudget | None = None) -> None:
@@ -168,10 +169,10 @@ def _matmul_per_head(weights: torch.Tensor, *, name: str, tuner: GemmTuner) -> R
 
 @torch.inference_mode()
 def _require_agreement(part: Any, heads: LatentHeads) -> None:
-    """Check on random rows that a layer's own keys and values give the same scores and values.
+    """Check on random rows that `heads` give the same scores and values as a layer's own keys and values.
 
     Raises:
-        UnsupportedModel: they differ.
+        UnsupportedModel: the scores or the values differ.
     """
     weight = getattr(part, CHILD).weight
     generator = torch.Generator().manual_seed(0)

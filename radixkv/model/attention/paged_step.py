@@ -218,7 +218,7 @@ class GroupedStep:
 
     @property
     def is_finite(self) -> torch.Tensor:
-        """Whether all K and V written so far are finite, bool `[num_tokens]`; see `PagedStep.is_finite`."""
+        """Whether what was stored so far is finite in all pools, bool `[num_tokens]`; see `PagedStep.is_finite`."""
         first, *others = (step.is_finite for step in self._used)
         for other in others:
             first = first & other

@@ -70,8 +70,8 @@ class FusedCpuLayers(ReplacedParts):
 
     Attributes:
         is_invariant_for_one_row: whether a row has the same result alone and among other rows, so that a single row
-            need not be padded. This holds if all layers and norms are known, all norms are in C++, and no matmul is
-            limited to certain row counts.
+            need not be padded. This holds if all layers and norms are known, all norms are in C++, the other parts
+            combine no rows, and no matmul is limited to certain row counts.
     """
 
     def __init__(self, module: nn.Module, *, is_exact: bool, library: ctypes.CDLL | None = None) -> None:

@@ -84,11 +84,11 @@ def try_mlp(
         mlp: the module.
         dtype: dtype of its rows.
         is_exact: whether results must be batch-invariant.
-        gates: `(in_features, out_features)` of the fused gates that were checked before. The MLP's is added.
+        gates: `(in_features, out_features)` of the fused gates that were checked before. A newly checked one is added.
         native_gate: SiLU of the first half of a row times the second half, in C++; None if there is none.
 
     Raises:
-        Refused: the results of the function and of the module differ.
+        Refused: the activation is not known to be elementwise, or the results of the function and of the module differ.
     """
     if type(mlp.act_fn) not in _ACTIVATIONS:
         raise Refused(f"its activation is {type(mlp.act_fn).__name__}")

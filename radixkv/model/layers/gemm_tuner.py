@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 _FILE = "gemms.json"
 _LOCK = "gemms.lock"  # held while the file is read and replaced
-_MAX_FILE_BYTES = 2**20  # a shape takes 400
+_MAX_FILE_BYTES = 2**20  # the entry of a shape takes about 400
 # Prefixes of environment variables that affect the results of libraries.
 _ENVIRONMENT = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_")
 
@@ -80,7 +80,8 @@ class TrialBudget:
 class GemmTuner:
     """Tries each shape of weight once, and keeps the result in a file for this machine.
 
-    The file is optional: if it cannot be read or written, or is invalid, this is logged, and shapes are tried again.
+    The file is optional: shapes are tried again if it is missing. The same holds if it cannot be read or written, or is
+    invalid, which is also logged.
 
     Args:
         is_exact: whether results must be batch-invariant.
@@ -121,7 +122,7 @@ class GemmTuner:
         """Return the GEMM backend for weights of this shape, dtype and strides.
 
         The trial of a shape that is not remembered may take its share of the budget; `choose_gemm` documents what is
-        chosen at this limit. Every choice is remembered, so that later starts compute the same bits.
+        chosen at this limit. Every choice of a trial is remembered, so that later starts compute the same bits.
 
         Args:
             weight: `[out_features, in_features]` on a CPU.
@@ -129,7 +130,7 @@ class GemmTuner:
             backends: names of candidates; None for all that fit the configured weights.
             max_rows: maximum number of rows per call.
             share: the share of the model's weights that have this shape, 0 to 1.
-            is_head: whether the weight computes logits; they are quantized to 8 bits if the other weights are to 4.
+            is_head: whether the weight computes logits. If weights are quantized to 4 bits, this one is to 8 bits.
             stored: quantized format of the weight in its file; None if it is not quantized there.
 
         Returns:

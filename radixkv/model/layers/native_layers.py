@@ -140,7 +140,9 @@ def _weights(matmul: RowFunction) -> Weights:
 
 
 def try_decoder(decoder: Any, calls: Sequence[NativeLayerCall]) -> Forward | None:
-    """Return the forward pass of a decoder that computes its layers in one call; None if they cannot be joined.
+    """Return the forward pass of a decoder that computes its layers in one call.
+
+    None if the decoder has a single layer, or its layers cannot be joined.
 
     The trial replaces the layers, and checks what the decoder passes to them and what it does with their rows.
 

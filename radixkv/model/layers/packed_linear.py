@@ -85,7 +85,7 @@ class Matmul:
 
     @property
     def native_weights(self) -> Weights | None:
-        """The weights, packed for the C++ kernels; None for other backends, or if there is an `addition`."""
+        """The weights, packed for the C++ kernels; None for other backends, or with an `addition` or `row_counts`."""
         is_native = isinstance(self._packed, Panels) and self._tiles is None and self.addition is None
         return Weights(self._packed, self._bias) if is_native else None
 
@@ -96,7 +96,7 @@ class Matmul:
 
     @property
     def can_gate(self) -> bool:
-        """Whether its library fuses the multiplication by a gate into the matmul."""
+        """Whether its library fuses the multiplication by a gate into the matmul, and there is no `addition`."""
         return self._gate is not None and self.addition is None
 
     @property
@@ -110,7 +110,7 @@ class Matmul:
         return tuple(self.costs)
 
     def one_call(self, rows: torch.Tensor) -> torch.Tensor:
-        """Compute rows from `aligned_rows` in one call. Their number must be one of `row_counts`."""
+        """Compute rows from `aligned_rows` in one call. Their number must be one of `row_counts`, if there are any."""
         return self._multiply(rows, self._packed, self._bias)
 
     def gate(self, rows: torch.Tensor, up: Matmul) -> torch.Tensor:
@@ -149,7 +149,7 @@ class _Parameters(NamedTuple):
         return None if self.stored is None else f"q{self.stored.bits}"
 
     def in_8_bits(self) -> _Parameters:
-        """Return the same parameters with a stored weight of 8 bits."""
+        """Return the same parameters with a stored weight of 8 bits; unchanged if there is no stored weight."""
         if self.stored is None or self.stored.bits == 8:
             return self
         return self._replace(stored=QuantizedWeight.quantize(self.stored.dequantize(), 8, self.stored.dtype))

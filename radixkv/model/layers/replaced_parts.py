@@ -22,8 +22,8 @@ Forward = Callable[..., Any]
 MLP_PARTS = {"gate_proj", "up_proj", "act_fn", "down_proj"}
 LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
-# Numbers of rows of a trial; 17 is not a multiple of a vector. The magnitudes of the rows range from 0.001, where eps
-# matters, to 10.
+# Numbers of rows of a trial; 17 is not a multiple of a vector's length. The magnitudes of the rows range from 0.001,
+# where eps matters, to 10.
 _NUM_ROWS = (1, 17)
 _NUM_SIZES = 5
 
@@ -138,8 +138,8 @@ def require(agrees: bool) -> None:
 class ReplacedParts:
     """Replaces `forward` of known parts of a model. Nothing outside this model changes.
 
-    A part that looks known but computes something else is not replaced, and the log names its class once. While a child
-    of a replaced part has hooks, the original forward pass of the part runs, so that the hooks are called.
+    A part that looks known but computes something else is not replaced, and the log names its class once. Hooks of
+    children are called: while a child that a replacement would not call has hooks, the original forward pass runs.
 
     Args:
         module: the model, on its device and in evaluation mode.
