@@ -19,6 +19,6 @@ def host_and_port(key: str, address: str) -> tuple[str, int]:
     if not address:
         raise ConfigError(f"{key}: an address HOST:PORT is required")
     host, _, port = address.rpartition(":")
-    if not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= _MAX_PORT):
+    if not (host and port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= _MAX_PORT):
         raise ConfigError(f"{key}: expected HOST:PORT with a port from 1 to {_MAX_PORT}, got {address!r}")
     return host, int(port)

@@ -69,7 +69,7 @@ class RadixKVLM(LM):  # type: ignore[misc]  # lm_eval is not installed where typ
         the text ends with that message.
 
         Raises:
-            InvalidRequest: the template changes the last message, so it cannot be continued.
+            InvalidRequest: the last message is empty, or the template changes it, so it cannot be continued.
         """
         text = self.llm.get_tokenizer().render_chat(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
@@ -77,6 +77,8 @@ class RadixKVLM(LM):  # type: ignore[misc]  # lm_eval is not installed where typ
         beginning = chat_history[-1]["content"]
         if beginning not in text:  # many templates strip white space
             beginning = beginning.strip()
+        if not beginning:
+            raise InvalidRequest("chat_history: expected text in the last message, which is continued, got none")
         before, found, _ = text.rpartition(beginning)
         if not found:
             raise InvalidRequest(

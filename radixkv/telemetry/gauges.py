@@ -172,7 +172,7 @@ class EngineGauges(Collector):
             return None
         try:
             return future.result(self._timeout_s)
-        except (TimeoutError, CancelledError):
+        except (TimeoutError, CancelledError, LifecycleError):
             future.cancel()
             return None
 

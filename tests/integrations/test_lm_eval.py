@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from radixkv.errors import InvalidRequest
 from tests.patience import PATIENCE_S
 
 HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
@@ -93,6 +94,9 @@ def test_conversations_are_rendered_with_the_template_of_the_model(model: Any) -
         answer = {"role": "assistant", "content": beginning}
         continued = model.apply_chat_template([*messages, answer], add_generation_prompt=False)
         assert continued == rendered + beginning, "the model continues the last message"
+    for empty in ("", " \n"):
+        with pytest.raises(InvalidRequest, match="expected text in the last message"):
+            model.apply_chat_template([*messages, {"role": "assistant", "content": empty}], add_generation_prompt=False)
     assert model.chat_template(True) == "radixkv-tiny-chat"
     assert model.chat_template(False) is None
 
