@@ -94,9 +94,8 @@ def test_conversations_are_rendered_with_the_template_of_the_model(model: Any) -
         answer = {"role": "assistant", "content": beginning}
         continued = model.apply_chat_template([*messages, answer], add_generation_prompt=False)
         assert continued == rendered + beginning, "the model continues the last message"
-    for empty in ("", " \n"):
-        with pytest.raises(InvalidRequest, match="expected text in the last message"):
-            model.apply_chat_template([*messages, {"role": "assistant", "content": empty}], add_generation_prompt=False)
+    with pytest.raises(InvalidRequest, match="expected text in the last message"):
+        model.apply_chat_template([*messages, {"role": "assistant", "content": ""}], add_generation_prompt=False)
     assert model.chat_template(True) == "radixkv-tiny-chat"
     assert model.chat_template(False) is None
 
