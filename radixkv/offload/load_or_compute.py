@@ -15,8 +15,8 @@ class LoadDecision(NamedTuple):
 
     Attributes:
         num_blocks: number of blocks from the start of the run.
-        load_s, compute_s: estimated seconds to load them, and to compute them; None without measurements, and if there
-            are none to load.
+        load_s, compute_s: estimated seconds to load them, and to compute them; None without measurements, or if
+            `num_blocks` is 0.
     """
 
     num_blocks: int
@@ -59,7 +59,7 @@ class LoadOrCompute:
         self._num_queued_blocks[tier] = self._num_queued_blocks.get(tier, 0) + num_blocks
 
     def note_end(self, tier: str, num_blocks: int, seconds: float | None) -> None:
-        """Record the end of a load, and its time; None if not all blocks were loaded, which is not representative."""
+        """Record the end of a load. `seconds` is None if not all blocks were loaded: the time is not representative."""
         self._num_queued_blocks[tier] -= num_blocks
         if seconds is not None:
             self._loads.setdefault(tier, _LinearFit()).learn(num_blocks, seconds)

@@ -220,7 +220,7 @@ class Loader:
 
         Returns:
             The index of the first stored block, and the stored blocks. The index may be below `first_block` if the last
-            blocks on the device lack their parts of windowed layers, which are loaded with them.
+            blocks on the device lack their parts of windowed layers.
         """
         offload_index = self._index
         cache = self._cache
@@ -268,7 +268,7 @@ class Loader:
         return request in self._pending
 
     def fill(self, request: Request, lease: Lease) -> int:
-        """Copy the loaded blocks of a request into the blocks of its lease, and publish them if it writes the cache.
+        """Copy the loaded blocks of a request into its lease's blocks, and publish them if the request writes the cache.
 
         `has_load` must be true, and the evicted contents of the lease's blocks must have been copied (`Saver.copy`). On
         a GPU this only launches the copies: steps that are launched later wait for them on the device, and the loans of
@@ -334,7 +334,7 @@ class Loader:
             self._drop_if_unused(pending.load)
 
     def forget(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
-        """Keep loaded blocks from the requests whose namespaces have these names, None for any."""
+        """Prevent the requests whose namespaces have these names, None for any, from using loaded blocks."""
         for request, pending in self._pending.items():
             if request.is_among(tenant, adapter, salt):
                 request.reuse.stored_upto = 0

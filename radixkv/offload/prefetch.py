@@ -37,7 +37,7 @@ class Prefetcher:
     Attributes:
         num_loaded_tokens: tokens that were loaded so far.
         num_dropped: prefetches that loaded nothing: too few blocks were available, no tier had the blocks any more, the
-            session was no longer known, or the namespace was purged.
+            session was no longer known, the namespace was purged, or the engine was closed.
     """
 
     def __init__(self, cache: PrefixCache, offload: Offload, num_running: Callable[[], int]) -> None:

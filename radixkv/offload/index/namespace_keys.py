@@ -18,7 +18,7 @@ MAX_LISTED = 256
 
 
 class NamespaceKeys:
-    """Keys of blocks by namespace. Namespaces are in the order in which they were added; without keys, one is removed.
+    """Keys of blocks by namespace. Namespaces are in the order in which they were added; one without keys is removed.
 
     Attributes:
         num_by_tenant: number of keys of each tenant that has any.

@@ -44,7 +44,7 @@ class OffloadIndex(Listener):
             └────────── committed ◀── loaded ◀── find ────────────────────────────────┘
 
     Only whole blocks are stored: a partly filled block is recomputed. Blocks of public prefixes are not stored. Every
-    other evicted block is stored in each tier that does not hold it yet and has room for it (see
+    other evicted block is queued for each tier that does not hold it yet and has room for it (see
     `TierIndex.has_room_for`), whether it was reused or not; docs/LOG.md ("What is worth writing") gives the reasons.
     For the order in which a full tier evicts blocks, see `TierIndex`. Shared stores get a block when it is published,
     so that other servers find it.
@@ -94,7 +94,7 @@ class OffloadIndex(Listener):
             tier_index.subscribe(listener)
 
     def read_public_prefixes(self, tokens_of: Callable[[Namespace], bytes | None]) -> None:
-        """Set the function that returns the tokens of public prefixes, once the cache exists; listeners are built before.
+        """Set the function of the cache that returns the tokens of public prefixes; the cache is built after this.
 
         Args:
             tokens_of: returns the tokens of the public prefix above a namespace's tree; None if it is no longer
@@ -159,11 +159,11 @@ class OffloadIndex(Listener):
         """Queue the blocks from `start` to `end` of a node for those tiers that do not hold them yet.
 
         Returns:
-            The keys of these blocks, whether they were queued or not, in the order of the prompt, except a last one that
-            is not full. None for blocks of a public prefix, or that follow one that is no longer registered.
+            The keys of the whole ones among these blocks, whether they were queued or not, in the order of the prompt.
+            Empty for blocks of a public prefix, and of a tree below one that is no longer registered.
 
         Complexity: that of `NodeKeys.blocks`. If the node's priority is not the default, or a listener is on, also a
-        copy of the path's tokens; if the priority is above the default, at most a hash of all tokens up to `end`, too.
+        copy of the path's tokens, and if the priority is above the default, at most a hash of all tokens up to `end`.
         """
         namespace = node.owner.namespace
         prefix_tokens = None if namespace.tenant == PUBLIC_TENANT else self._tokens_of_prefix(namespace)
@@ -332,7 +332,7 @@ class OffloadIndex(Listener):
         return chosen
 
     def _admit(self, tier_index: TierIndex, block: KeyedBlock, part_id: int | None) -> bool:
-        """Add a block to a tier's index if the tier has room, and lacks the block or the part that the block has now.
+        """Admit a block to a tier that has room and lacks the block, or that lacks the part that the block has now.
 
         Returns:
             Whether the tier must store the block. If so, the block is pending, and a victim was queued if needed.

@@ -51,7 +51,9 @@ class ObjectFault(enum.Enum):
     FOREIGN = "foreign"  # not an object, or an object of another version, block or size
     DAMAGED = "damaged"  # the checksum differs
     OTHER_TOKENS = "other_tokens"
-    UNSEALED = "unsealed"  # encrypted although the tier has no key, not with this tenant's key, or modified since
+    UNSEALED = (
+        "unsealed"  # not encrypted with the tenant's key, modified since, or encrypted although the tier has none
+    )
     UNAUTHENTIC = "unauthentic"  # not written by a server with the same secret, or modified
 
 
@@ -149,7 +151,7 @@ class BlockObject(NamedTuple):
         memory[-CHECKSUM_BYTES:] = np.frombuffer(checksum_of(memory.data), np.uint8)
 
     def parts(self) -> tuple[bytes, memoryview]:
-        """Return the bytes before K and V, and K and V; of an encrypted object, the head and everything encrypted.
+        """Return the bytes before K and V, and K and V; if the object is encrypted, its head, and the rest, encrypted.
 
         The checksum is not included. The size of the first part is a multiple of 64.
 

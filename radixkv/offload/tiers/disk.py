@@ -138,7 +138,7 @@ class DiskDirectory:
                 raise StoreUnavailable(f"tiers.disk_path: expected a directory of regular files only, got {path}")
 
     def _acquire(self) -> None:
-        """Lock the directory. If it has no format yet, write the format of the blocks; otherwise require the same one."""
+        """Lock the directory. Write the format of the blocks if none is recorded; otherwise require the same format."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -299,7 +299,7 @@ class DiskStore(StoreBackend):
             return iter([key for key, _ in self._table])
 
     def persist_order(self, keys: Sequence[bytes]) -> None:
-        """Set which objects `close` moves to the end of the eviction order, in this order, before it writes it."""
+        """Set which objects `close` moves to the end of the eviction order, in this order, before writing that order."""
         self._last_order = keys
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class MooncakeStore(StoreBackend):
         master: `HOST:PORT` of the master.
         object_bytes: size of the largest object.
         lent_bytes: memory that this process contributes; 0 for none.
-        buffer_bytes: memory for transfers, raised to four objects if less; a batch takes at most half of it.
+        buffer_bytes: memory for transfers, but at least that of four objects; a batch takes at most half of it.
 
     Raises:
         ConfigError: the address of the master is invalid.

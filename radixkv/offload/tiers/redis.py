@@ -20,7 +20,7 @@ from radixkv.offload.tiers.block_object import HEAD_BYTES, BlockObject, read_hea
 from radixkv.offload.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 
 _T = TypeVar("_T")
-_BATCH_BYTES = 16 << 20  # per batch; the server buffers up to this much of a reply, and this process of a put
+_BATCH_BYTES = 16 << 20  # per batch; the server buffers this much of a reply, and this process as much of a put
 _SCAN_COUNT = 1000
 _TOUCHED_AT_ONCE = 1000
 _PREFIX = b"radixkv:1:"
