@@ -268,7 +268,7 @@ class Loader:
         return request in self._pending
 
     def fill(self, request: Request, lease: Lease) -> int:
-        """Copy a request's loaded blocks into the blocks of its lease, and publish them if the request writes the cache.
+        """Copy a request's loaded blocks into its lease's blocks, and publish them if the request writes the cache.
 
         `has_load` must be true, and the evicted contents of the lease's blocks must have been copied (`Saver.copy`). On
         a GPU this only launches the copies: steps that are launched later wait for them on the device, and the loans of
