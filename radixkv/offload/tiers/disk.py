@@ -299,7 +299,7 @@ class DiskStore(StoreBackend):
             return iter([key for key, _ in self._table])
 
     def persist_order(self, keys: Sequence[bytes]) -> None:
-        """Record which objects `close` moves to the end of the eviction order, in this order; it then writes the order."""
+        """Record the order in which `close` moves these objects to the end of the eviction order, before it writes it."""
         self._last_order = keys
 
     def close(self) -> None:
