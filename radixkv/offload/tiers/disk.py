@@ -299,7 +299,7 @@ class DiskStore(StoreBackend):
             return iter([key for key, _ in self._table])
 
     def persist_order(self, keys: Sequence[bytes]) -> None:
-        """Record the order in which `close` moves these objects to the end of the eviction order, before it writes it."""
+        """Let `close` move these objects to the end of the eviction order, in this order, before writing the order."""
         self._last_order = keys
 
     def close(self) -> None:
