@@ -137,6 +137,7 @@ class BlockKeys:
         Args:
             parent: key of the block before it, or the root.
             tokens: the tokens of this block only, little-endian uint32; fewer than `block_size` if it is not full.
+                `PromptKeys` appends more bytes for a block that an invoked adapter computed.
 
         Complexity: about 1 us for 64 tokens.
         """

@@ -107,7 +107,7 @@ class BlockMover:
         return self._fill(self._parts, part_ids, [payload[self.block_bytes :] for payload in payloads])
 
     def stage(self, payload: memoryview) -> memoryview | None:
-        """Copy a payload into pinned memory, so that `write` does not block with the copy. Any thread may call this.
+        """Copy a payload into pinned memory, so that `write` need not wait for its own copy. Any thread may call this.
 
         Returns:
             The copy; None if the pools are on a CPU, so that no copy is needed, or if no slot is free.

@@ -21,12 +21,12 @@ class _Keys(NamedTuple):
 class Deleter:
     """Deletes blocks from tiers. Failed deletions are retried later, in one call per tier.
 
-    Until a deletion succeeds, the tier holds blocks that are not in the index, but that the next process would find.
+    Until a deletion succeeds, the tier may hold blocks that are not in the index, but that the next process would find.
 
     Args:
         offload_index: knows which blocks have been stored again.
         tiers: the tiers by name.
-        wake: called on a store's thread when a call has failed, so that the engine calls `retry`.
+        wake: called on any thread when a call has failed, so that the engine calls `retry`.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ class DiskRecord:
         self._disk.namespaces.add(self._keys.root(namespace), namespace)
 
     def tidy(self, stored: NamespaceKeys) -> None:
-        """Forget namespaces without blocks if most recorded namespaces have none.
+        """Forget the namespaces without blocks if their number exceeds that of the others by more than 1024.
 
         Without this, the record could grow without limit, since clients can create any number of namespaces.
 

@@ -15,7 +15,8 @@ class LoadDecision(NamedTuple):
 
     Attributes:
         num_blocks: number of blocks from the start of the run.
-        load_s, compute_s: estimated seconds to load them, and to compute them; None without measurements.
+        load_s, compute_s: estimated seconds to load them, and to compute them; None without measurements, or if
+            `num_blocks` is 0.
     """
 
     num_blocks: int
@@ -58,7 +59,7 @@ class LoadOrCompute:
         self._num_queued_blocks[tier] = self._num_queued_blocks.get(tier, 0) + num_blocks
 
     def note_end(self, tier: str, num_blocks: int, seconds: float | None) -> None:
-        """Record the time of a load; None if it failed and its time is not representative."""
+        """Record the end of a load. `seconds` is None if not all blocks were loaded: the time is not representative."""
         self._num_queued_blocks[tier] -= num_blocks
         if seconds is not None:
             self._loads.setdefault(tier, _LinearFit()).learn(num_blocks, seconds)
@@ -73,7 +74,7 @@ class LoadOrCompute:
         self._lookups_s[tier] = known_s + _FORGET * (seconds - known_s)
 
     def is_lookup_worthwhile(self, tier: str, start_token: int, num_tokens: int) -> bool:
-        """Whether computing these tokens takes longer than a lookup of their blocks in a shared store."""
+        """Whether a lookup of the blocks of these tokens takes no longer than computing them; true if unknown."""
         lookup_s = self._lookups_s.get(tier)
         token_s = self._seconds_per_token(start_token)
         return lookup_s is None or token_s is None or lookup_s <= token_s * num_tokens
@@ -81,7 +82,7 @@ class LoadOrCompute:
     def shrink_estimates(self, tiers: Collection[str]) -> None:
         """Record that tiers were not used because they seem slow: their estimates shrink, so they are tried again.
 
-        If there are none, nothing changes.
+        If `tiers` is empty, nothing changes.
         """
         for tier in tiers:
             if tier in self._lookups_s:
@@ -155,7 +156,7 @@ class _LinearFit:
         slope = (self._weight * self._xy - self._x * self._y) / spread if spread > 1e-9 * self._xx else 0.0
         start = (self._y - slope * self._x) / self._weight
         if slope <= 0 or start < 0:
-            return self._y / self._x * x  # all measurements have the same x: assume proportionality
+            return self._y / self._x * x  # no plausible line, for example if all x are the same: assume proportionality
         return start + slope * x
 
 

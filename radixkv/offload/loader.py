@@ -30,7 +30,7 @@ class LoadedBlocks(NamedTuple):
 
     Attributes:
         blocks: the blocks that were loaded, by key.
-        lost: keys of blocks that the store does not hold, or holds damaged.
+        lost: keys of blocks that the store does not hold, or whose objects failed verification.
         is_timed: whether all blocks were loaded, so that the time of the call is representative.
     """
 
@@ -131,8 +131,8 @@ class Loader:
         begin ──▶ stores ──▶ ready: the request waits for admission ─▶ fill: copied into its blocks, published
                                      └ aborted ──▶ released              └ copy is complete ──▶ released
 
-    Requests for the same blocks share a load. The time limit of the stores bounds the wait. Blocks that are not loaded
-    are computed.
+    Requests whose stored blocks begin with the same block share a load, even if it has fewer blocks than one of them
+    could load. The time limit of the stores bounds the wait. Blocks that are not loaded are computed.
 
     Args:
         cache: the radix trees.
@@ -141,8 +141,8 @@ class Loader:
         mover: copies blocks.
         choice: decides between loading and computing.
         clock: seconds, monotonic.
-        wake: called on a store's thread when a call has ended, so that the engine calls `ready`.
-        max_bytes: bound of blocks that are loaded but not copied yet. Further blocks are computed.
+        wake: called on any thread when a call has ended, so that the engine calls `ready`.
+        max_bytes: bound of blocks that are being loaded, or are loaded but not copied yet. Further blocks are computed.
 
     Attributes:
         num_computed_blocks: stored blocks that were computed because that was estimated to be faster, by tier.
@@ -219,7 +219,7 @@ class Loader:
             first_block: number of whole blocks of the prompt on the device.
 
         Returns:
-            The index of the first stored block, and the stored blocks. The index is below `first_block` if the last
+            The index of the first stored block, and the stored blocks. The index may be below `first_block` if the last
             blocks on the device lack their parts of windowed layers.
         """
         offload_index = self._index
@@ -268,11 +268,11 @@ class Loader:
         return request in self._pending
 
     def fill(self, request: Request, lease: Lease) -> int:
-        """Copy the loaded blocks of a request into the blocks of its lease, and publish them.
+        """Copy a request's loaded blocks into its lease's blocks, and publish them if the request writes the cache.
 
-        `has_load` must be true, and the former contents of the lease's blocks must have been saved. On a GPU this only
-        launches the copies: steps that are launched later wait for them on the device, and the loans of the stores are
-        held until the copies are complete.
+        `has_load` must be true, and the evicted contents of the lease's blocks must have been copied (`Saver.copy`). On
+        a GPU this only launches the copies: steps that are launched later wait for them on the device, and the loans of
+        the stores are held until the copies are complete.
 
         Returns:
             Number of tokens at the start of the prompt whose K and V exist for the following steps.
@@ -334,7 +334,7 @@ class Loader:
             self._drop_if_unused(pending.load)
 
     def forget(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
-        """Drop the loads of requests whose namespaces have these names, None for any."""
+        """Prevent the requests whose namespaces have these names, None for any, from using loaded blocks."""
         for request, pending in self._pending.items():
             if request.is_among(tenant, adapter, salt):
                 request.reuse.stored_upto = 0
@@ -398,7 +398,7 @@ class Loader:
         return load
 
     def _end(self, load: Load, tier: str, loaded: Future[list[LoadedBlock | Miss]]) -> None:
-        """Queue the result of a call. Runs on a thread of the store or, if it was cancelled, of the engine."""
+        """Queue the result of a call. Runs on the thread that ends the call: a store's, a timer's or the engine's."""
         blocks = LoadedBlocks.of(load.keys_of(tier), None if loaded.cancelled() else loaded.result())
         self._ended.put((load, tier, blocks, self._clock()))
         self._wake()

@@ -31,7 +31,7 @@ class Lookups:
         begin ──▶ stores: exists? ──▶ ended: the index knows the blocks, and loads can begin
 
     The time limit of the stores bounds the wait. If computing the blocks is estimated to be faster than a lookup, no
-    lookup is made.
+    lookup is made, except for a prefetch.
 
     Args:
         offload_index: knows which blocks have to be looked up, and is notified of the results.
@@ -39,7 +39,7 @@ class Lookups:
         purger: knows which results are outdated by a purge.
         choice: estimates how long lookups and computing take.
         clock: seconds, monotonic.
-        wake: called on a store's thread when there is a result, so that the engine calls `ended`.
+        wake: called on any thread when there is a result, so that the engine calls `ended`.
         block_size: tokens per block.
     """
 
@@ -123,6 +123,6 @@ class Lookups:
         self._num_open.pop(request, None)
 
     def _end(self, lookup: _Lookup, are_there: Future[list[bool] | None]) -> None:
-        """Queue a result. Runs on a thread of the store."""
+        """Queue a result. Runs on the thread that ends the call."""
         self._results.put((lookup, None if are_there.cancelled() else are_there.result(), self._clock()))
         self._wake()

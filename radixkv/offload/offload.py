@@ -45,21 +45,22 @@ def do_nothing() -> None:
 class Offload:
     """Saves evicted blocks to the tiers, and loads stored blocks for requests.
 
-    Only the engine's thread uses it. No method waits for a store, except `close`.
+    Only the engine's thread uses it, except for `stats`. No method waits for a store, except `close`.
 
     Args:
         cache: the radix trees.
         offload_index: listens to the cache.
         tiers: the tiers, one for each in the index.
         mover: copies blocks between the pool and host memory.
-        max_bytes: bound of the copies that wait to be stored, and likewise of the loaded blocks that wait for requests.
+        max_bytes: bound of the copies that wait to be stored; see `Saver`. Also the bound of the blocks that are being
+            loaded, or are loaded and wait for requests; see `Loader`.
         keys: computes the keys of blocks.
         choice: decides between loading and computing.
         record: records for the next process what the tier `disk` holds; None without a disk.
         clock: seconds, monotonic.
         on_close: called when all tiers have been closed.
         closed: names of the tiers that could not be opened.
-        wake: called on a store's thread to wake the engine's thread.
+        wake: called on any thread, to wake the engine's thread.
 
     Attributes:
         index: see `offload_index`.
@@ -159,7 +160,7 @@ class Offload:
         return self._load(request)
 
     def stored_blocks(self, tenant: str) -> dict[str, int]:
-        """Count a tenant's blocks in each tier. In shared stores, only known blocks count."""
+        """Count a tenant's blocks in each tier, stored or being stored. In shared stores, only known blocks count."""
         self._poll()
         return {name: tier_index.owned.num_by_tenant[tenant] for name, tier_index in self.index.tiers.items()}
 
@@ -199,7 +200,7 @@ class Offload:
 
     @property
     def has_results(self) -> bool:
-        """Whether stores have answered calls that requests wait for since the last `ready`."""
+        """Whether loads or lookups have ended since the last `ready`."""
         return self._loader.has_ended or self._lookups.has_ended
 
     @property
@@ -274,13 +275,13 @@ class Offload:
         return own + [Deletion(name, purged) for name, purged in purges.items()]
 
     def close(self) -> None:
-        """Save the device to the disk and finish deletions, in at most 10 s, then close the tiers."""
+        """Save the blocks on the device to the disk and finish deletions, in at most 10 s, then close the tiers."""
         deadline_s = time.monotonic() + CLOSE_LIMIT_S
         knows_disk = self._disk_scan is None or self._disk_scan.finish(CLOSE_LIMIT_S / 2)
         if not knows_disk:
             _log.warning("tier disk: the scan did not finish before shutdown, so retention may be lost")
         self._loader.close()
-        self._deleter.retry()  # stores delete before they write
+        self._deleter.retry()  # before the saves: a store runs deletions and saves in the order of their calls
         self._saver.flush()
         self._touches.finish(_LAST_TOUCH_LIMIT_S)
         if not self._last_save.run(deadline_s - time.monotonic(), knows_disk=knows_disk):
@@ -295,7 +296,7 @@ class Offload:
         return self._loader.begin(request, self._num_cached_blocks(request.namespace, request.tokens))
 
     def _num_cached_blocks(self, namespace: Namespace, tokens: bytes) -> int:
-        """Count whole blocks on the device, including those without parts, since the parts may be loaded."""
+        """Count whole blocks on the device, also those without their parts of windowed layers, which may be loaded."""
         cache = self._cache
         num_tokens = cache.match(namespace, tokens).cached_tokens
         if cache.windows.pools:
@@ -303,7 +304,7 @@ class Offload:
         return num_tokens // cache.block_size
 
     def _retry(self) -> None:
-        """Retry failed calls once per second."""
+        """Retry failed calls, at most once per second."""
         if self._clock() >= self._next_retry_s and (self._deleter.has_failed or self.purger.has_failed):
             self._next_retry_s = self._clock() + _RETRY_PERIOD_S
             self._deleter.retry()

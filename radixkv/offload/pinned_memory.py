@@ -26,7 +26,7 @@ def map_pinned_memory(num_bytes: int, cudart: Any | None = None) -> memoryview:
     starts a copy waits for it. A warning is logged.
 
     Args:
-        num_bytes: the size. All pages are allocated immediately.
+        num_bytes: the size. When the memory is pinned, all of its pages are allocated.
         cudart: the CUDA runtime; None for `torch.cuda.cudart()`.
 
     Raises:

@@ -37,7 +37,7 @@ class Prefetcher:
     Attributes:
         num_loaded_tokens: tokens that were loaded so far.
         num_dropped: prefetches that loaded nothing: too few blocks were available, no tier had the blocks any more, the
-            session was no longer known, or the namespace was purged.
+            session was no longer known, the namespace was purged, or the engine was closed.
     """
 
     def __init__(self, cache: PrefixCache, offload: Offload, num_running: Callable[[], int]) -> None:
@@ -46,7 +46,7 @@ class Prefetcher:
         self._cache = cache
         self._offload = offload
         self._num_running = num_running
-        self._loading: dict[Request, float | None] = {}  # when the prompt of a session that will return was last used
+        self._loading: dict[Request, float | None] = {}  # with `prior_use_s` of `begin`
         self._due: list[Request] = []  # those that did not have to wait, since their load had already ended
 
     def look_ahead(self, now_s: float) -> None:
@@ -89,7 +89,7 @@ class Prefetcher:
                 prefetch counts as a use.
 
         Returns:
-            The number of tokens that will be loaded; 0 if the tiers have no more of the prompt than the device, or if
+            The expected number of tokens to load; 0 if the tiers have no more of the prompt than the device, or if
             too many prompts are being loaded, in total or of this tenant.
         """
         num_of_tenant = sum(each.tenant == namespace.tenant for each in self._loading)

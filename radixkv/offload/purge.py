@@ -53,7 +53,7 @@ def failed_deletion() -> Future[int | None]:
 
 
 def when_deleted(begun: Future[PendingPurge], limit_s: float = MAX_WAIT_S) -> Future[Purged]:
-    """Return a future of the result of a purge, which completes when all tiers have answered.
+    """Return a future of the result of a purge. It completes when all tiers have answered, or after `limit_s`.
 
     Args:
         begun: completes when the device is purged.
@@ -182,12 +182,13 @@ class _Purge(NamedTuple):
 class SharedPurger:
     """Purges namespaces from shared stores, including the blocks that other servers stored.
 
-    Until a tier has confirmed a purge, nothing of these namespaces is loaded from it. Failed purges are retried later.
+    Until a tier has confirmed a purge, no blocks of these namespaces are looked up in it: only blocks that this server
+    stores there afterwards can be loaded. Failed purges are retried later.
 
     Args:
         tiers: the shared stores by name.
         keys: computes the keys of blocks.
-        wake: called on a store's thread when a call has failed, so that the engine calls `retry`.
+        wake: called on any thread when a call has failed, so that the engine calls `retry`.
     """
 
     def __init__(self, tiers: Mapping[str, Tier], keys: BlockKeys, wake: Callable[[], None] = lambda: None) -> None:

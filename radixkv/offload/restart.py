@@ -31,7 +31,7 @@ class DiskScan:
         record: what the disk records about its blocks.
         tier_index: the blocks are added to it in batches, most recently used first.
         retention: receives the priorities of the blocks.
-        delete: deletes blocks that do not fit into the index from the disk, since no purge would find them.
+        delete: deletes from the disk the blocks that do not fit into the index, since no purge would find them.
         wake: called on the scanning thread when there are results.
 
     Attributes:
@@ -152,7 +152,7 @@ class ShutdownSave:
                 unchanged.
 
         Returns:
-            Whether all saves ended within the limit, and no block was dropped for lack of memory.
+            Whether all saves ended within the limit, and no block was dropped; see `Saver.num_dropped_blocks`.
         """
         deadline_s = time.monotonic() + limit_s
         num_dropped_blocks = self._saver.num_dropped_blocks.total()

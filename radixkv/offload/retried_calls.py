@@ -16,10 +16,10 @@ class RetriedCalls(Generic[T]):
         start ──▶ in flight ─┬─ succeeded
                              └─ failed ── take_failed ──▶ started again by the owner
 
-    Only the engine's thread uses it; the calls end on threads of the stores.
+    Only the engine's thread uses it; the calls may end on any thread.
 
     Args:
-        wake: called on a store's thread when a call has failed, so that the engine repeats it.
+        wake: called on any thread when a call has failed, so that the engine repeats it.
     """
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
@@ -65,7 +65,7 @@ class RetriedCalls(Generic[T]):
         return not in_flight and not self.has_failed and all(map(_has_succeeded, ended))
 
     def _end(self, call: Future[int | None]) -> None:
-        """Queue the result of a call. Runs on a thread of the store."""
+        """Queue the result of a call. Runs on the thread that ends the call."""
         self._ended.put(call)
         if not _has_succeeded(call):
             self._wake()

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Save(NamedTuple):
-    """A batch that a tier stores: the name of the tier, the keys of the blocks, and the keys to evict for them."""
+    """A batch for a tier: the tier's name, the keys of the blocks, and the keys to evict first if it needs space."""
 
     name: str
     keys: Sequence[bytes]
@@ -34,7 +34,7 @@ class EvictedCopies(NamedTuple):
 
     Attributes:
         blocks: the evicted blocks, each with its copy.
-        victims: the keys that each tier evicts for them, in order.
+        victims: the keys that each tier evicts first if it needs space for them, in order.
         wait: blocks until the copies are complete.
     """
 
@@ -57,8 +57,9 @@ class Saver:
         record: records the namespaces of blocks on the tier `disk`; None without a disk.
 
     Attributes:
-        num_dropped_blocks: blocks that were dropped because too many copies waited, by tier.
-        max_waiting_blocks: the bound.
+        num_dropped_blocks: blocks that were dropped because too many copies waited, or because there was no memory for
+            copies, by tier.
+        max_waiting_blocks: the bound in blocks. A block counts once for each tier that stores it.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class Touches:
         offload_index: collects the uses, and queues blocks to be written again.
         tiers: the shared stores by name.
         clock: seconds, monotonic.
-        wake: called on a store's thread when there is a result, so that the engine calls `process_results`.
+        wake: called on any thread when there is a result, so that the engine calls `process_results`.
 
     Attributes:
         num_touched_blocks: used blocks that a store still had, by tier.
@@ -128,6 +128,6 @@ class Touches:
         self.num_rewritten_blocks[tier] += num_blocks
 
     def _end(self, tier: str, keys: Sequence[bytes], touched: Future[list[bool] | None]) -> None:
-        """Queue a result. Runs on a thread of the store."""
+        """Queue a result. Runs on the thread that ends the call."""
         self._results.put(_Touched(tier, keys, None if touched.cancelled() else touched.result()))
         self._wake()

@@ -53,7 +53,7 @@ class HeadKV:
     """A key and a value for each KV head: multi-head (MHA), grouped-query (GQA) and multi-query attention (MQA).
 
     Attributes:
-        num_layers: layers that store K and V; a layer with a sliding window also stores every token.
+        num_layers: layers that store K and V; a layer with a sliding window counts as if it stored every token.
         num_kv_heads: number of KV heads.
         head_dim: elements of the key, and of the value, of one head.
         num_query_heads: query heads that read them, a multiple of `num_kv_heads`; None if unknown.
@@ -97,7 +97,7 @@ class HeadKV:
         KV head each store a copy, so more ranks than KV heads save no memory.
 
         Raises:
-            ConfigError: the ranks do not divide the query heads.
+            ConfigError: fewer than one rank, or the ranks do not divide the query heads.
         """
         _require_at_least("tp", tensor_parallel, 1)
         if self.num_query_heads is not None:

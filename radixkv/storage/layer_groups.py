@@ -30,7 +30,7 @@ class LayerGroups:
     (True, False, True)
 
     Attributes:
-        are_windowed: whether each layer stores parts.
+        are_windowed: whether each layer is windowed, and so stores parts (`radixkv/cache/windowed_layers.md`).
         window: the largest window of the windowed layers, in tokens; 0 if there are none.
     """
 
@@ -51,5 +51,5 @@ class LayerGroups:
 
     @property
     def num_windowed(self) -> int:
-        """Layers that store parts."""
+        """Number of windowed layers."""
         return sum(self.are_windowed)

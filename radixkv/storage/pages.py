@@ -28,8 +28,8 @@ def release_pages(pool: KVPool, is_free: npt.NDArray[np.bool_], is_touched: npt.
     Returns:
         Whether the operating system accepted the pages. If not, they stay allocated, which does no harm.
 
-    Complexity: a system call for each run of adjacent free blocks; in a pool ordered by layer, for each run in each
-        layer, K or V, and head.
+    Complexity: a system call for each run of adjacent free blocks with a touched one; in a pool ordered by layer, for
+        each such run in each layer, K or V, and head.
     """
     edges = np.flatnonzero(np.diff(np.concatenate(([False], is_free, [False])).astype(np.int8)))
     num_touched = np.concatenate(([0], np.cumsum(is_touched & is_free)))

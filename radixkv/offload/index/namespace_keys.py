@@ -12,13 +12,13 @@ from sortedcontainers import SortedDict
 from radixkv.api.segments import StoredNamespace, StoredPage
 from radixkv.namespace import Namespace
 
-# Work of one call on the engine's thread, so that it takes under 1 ms.
+# Limits of one call of `page`, so that it takes under 1 ms of the engine's thread: namespaces passed, and listed.
 MAX_PASSED = 1024
 MAX_LISTED = 256
 
 
 class NamespaceKeys:
-    """Keys of blocks by namespace. Namespaces are in the order in which they were first added.
+    """Keys of blocks by namespace. Namespaces are in the order in which they were added; one without keys is removed.
 
     Attributes:
         num_by_tenant: number of keys of each tenant that has any.

@@ -10,7 +10,7 @@ from radixkv.tokens import TOKEN_BYTES
 
 
 class NodeKeys:
-    """Computes the keys of the blocks of nodes, and keeps them in the nodes so that each token is hashed once.
+    """Computes the keys of the blocks of nodes, and keeps them in the nodes, so that later keys can continue from them.
 
     A key depends on the namespace and on all tokens up to the end of its block. Neither changes while the block is in a
     tree, so computed keys stay valid. A node keeps the keys of its first blocks, and later keys continue from there:
@@ -19,7 +19,7 @@ class NodeKeys:
                             └─ [.. ..]              all nodes above a node with keys have all of their keys
 
     A key takes 73 bytes: 65 for the `bytes` object and 8 for the reference to it. If a tier index holds the same
-    object, only the reference is additional. A node has no keys if no block at or below it was stored.
+    object, only the reference is additional. A node has no keys if no block at or below it was queued.
 
     Args:
         key_blocks: computes keys.
@@ -38,7 +38,8 @@ class NodeKeys:
             start, end: half-open range of its blocks.
             prefix_tokens: tokens of the public prefix above the tree; empty without one.
 
-        Complexity: O(depth), and a hash of the tokens of all blocks up to `end` whose keys were not computed yet.
+        Complexity: O(depth), and a hash of the tokens of these blocks and of all earlier blocks whose keys were not
+        computed yet.
         """
         parent = self._key_of_prefix(prefix_tokens, node)
         for above in path_to(node.parent):

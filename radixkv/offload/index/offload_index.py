@@ -21,7 +21,7 @@ from radixkv.tokens import TOKEN_BYTES
 
 
 class EvictedBlock(NamedTuple):
-    """A block that the device evicted, to be copied before its memory is reused.
+    """A block that the device evicted, or that was published, to be copied before its memory is reused.
 
     Attributes:
         block: its key and tokens.
@@ -43,10 +43,11 @@ class OffloadIndex(Listener):
             ▲                                                                         │ stored
             └────────── committed ◀── loaded ◀── find ────────────────────────────────┘
 
-    Only whole blocks are stored: a partly filled block is recomputed. Every evicted block is stored in every tier that
-    does not hold it yet, whether it was reused or not; docs/LOG.md ("What is worth writing") gives the reasons. For the
-    order in which a full tier evicts blocks, see `TierIndex`. Shared stores get a block when it is published, so that
-    other servers find it.
+    Only whole blocks are stored: a partly filled block is recomputed. Blocks of public prefixes are not stored. Every
+    other evicted block is queued for each tier that does not hold it yet and has room for it (see
+    `TierIndex.has_room_for`), whether it was reused or not; docs/LOG.md ("What is worth writing") gives the reasons.
+    For the order in which a full tier evicts blocks, see `TierIndex`. Shared stores get a block when it is published,
+    so that other servers find it.
 
     Args:
         tiers: an index per tier, the fastest first.
@@ -93,7 +94,7 @@ class OffloadIndex(Listener):
             tier_index.subscribe(listener)
 
     def read_public_prefixes(self, tokens_of: Callable[[Namespace], bytes | None]) -> None:
-        """Read the tokens of public prefixes with a function of the cache, which is built after its listeners.
+        """Set the function of the cache that returns the tokens of public prefixes; the cache is built after this.
 
         Args:
             tokens_of: returns the tokens of the public prefix above a namespace's tree; None if it is no longer
@@ -158,10 +159,11 @@ class OffloadIndex(Listener):
         """Queue the blocks from `start` to `end` of a node for those tiers that do not hold them yet.
 
         Returns:
-            The keys of the blocks that can be stored, in the order of the prompt.
+            The keys of the whole ones among these blocks, whether they were queued or not, in the order of the prompt.
+            Empty for blocks of a public prefix, and of a tree below one that is no longer registered.
 
-        Complexity: that of `NodeKeys.blocks`. If the node has a priority above the default, or a listener is on, also a
-        hash of all tokens up to `end`.
+        Complexity: that of `NodeKeys.blocks`. If the node's priority is not the default, or a listener is on, also a
+        copy of the path's tokens, and if the priority is above the default, at most a hash of all tokens up to `end`.
         """
         namespace = node.owner.namespace
         prefix_tokens = None if namespace.tenant == PUBLIC_TENANT else self._tokens_of_prefix(namespace)
@@ -242,7 +244,7 @@ class OffloadIndex(Listener):
         return self.retention.granted(path[max(start, num_cached_blocks) :], hint.priority)
 
     def take_evicted_blocks(self) -> tuple[list[EvictedBlock], dict[str, list[bytes]]]:
-        """Take the queued blocks, and for each tier the keys that it must evict to store them, in order."""
+        """Take the queued blocks, and for each tier the keys to evict first if it needs space for them, in order."""
         evicted_blocks, self._evicted_blocks = self._evicted_blocks, []
         victims, self._victims = self._victims, {name: {} for name in self.tiers}
         return evicted_blocks, {name: list(keys) for name, keys in victims.items()}
@@ -330,7 +332,7 @@ class OffloadIndex(Listener):
         return chosen
 
     def _admit(self, tier_index: TierIndex, block: KeyedBlock, part_id: int | None) -> bool:
-        """Add an evicted block to a tier's index if the tier lacks the block, or the part that the block has now.
+        """Admit a block to a tier that has room and lacks the block, or that lacks the part that the block has now.
 
         Returns:
             Whether the tier must store the block. If so, the block is pending, and a victim was queued if needed.

@@ -43,7 +43,7 @@ class StoredBlock(NamedTuple):
 
     Attributes:
         block: its key and tokens.
-        tier: name of the fastest tier that holds it.
+        tier: name of the fastest tier that holds it; `remote` if it was fetched from another server.
         has_part: whether the tier also holds its part of windowed layers, as far as is known.
     """
 

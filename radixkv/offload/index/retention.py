@@ -161,16 +161,16 @@ class StoredRetention:
     def note_evicted(
         self, blocks: Sequence[KeyedBlock], hint: RetentionHint, first: int, path: Iterator[KeyedBlock]
     ) -> None:
-        """Keep the priority that blocks have when the device evicts them, unless they have a hint of a higher one.
+        """Keep the priority that blocks have when the device evicts them, unless they have a hint of a higher rank.
 
-        If the block before them has the priority, all blocks before that have it too.
+        If the block before them already has this hint, so have all blocks before that one.
 
         Args:
             blocks: consecutive blocks of a prompt.
             hint: the priority.
             first: index of the first of them in the prompt.
             path: yields the blocks of the prompt; not read if the priority is below the default, or if the block before
-                `blocks` already has this priority or a higher one.
+                `blocks` already has the same hint, including the expiry, or a higher priority.
         """
         before = self._retentions.hint_of(blocks[0].parent) if blocks else None
         have_it = before is not None and (before == hint or before.priority > hint.priority)

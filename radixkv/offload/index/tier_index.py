@@ -22,7 +22,8 @@ class StoreListener:
     """Is notified of the blocks that tiers hold. The methods do nothing; override those of interest.
 
     Attributes:
-        is_on: whether to notify it. If so, the engine also checks for finished saves while it is idle.
+        is_on: whether to call `identified`; the other methods are always called. If it is true, the engine also checks
+            for finished saves while it is idle.
     """
 
     is_on = False
@@ -118,7 +119,7 @@ class TierShares(NamedTuple):
 
     Attributes:
         floor: other tenants can't evict the tenant's blocks below this.
-        ceiling: the tenant can't hold more than this; None for no limit.
+        ceiling: the tenant can't hold more than this, or than one block if this is less; None for no limit.
         retained: at most this fraction may hold blocks of the tenant with a priority above the default.
     """
 
@@ -133,7 +134,7 @@ class TierIndex:
         evicted first  [ also on the device )[ priority 0 ) ... [ priority 50 ) ... [ priority 100 )  evicted last
                          least recently loaded first              least recently evicted from the device first
 
-    A block is pending from `add` until `note_stored`, and can't be loaded in the meantime.
+    A block is pending from `add` or `expect` until `note_stored`, and can't be loaded in the meantime.
 
     A block that is also on the device is not needed in the tier until the device evicts it. If the tier still holds it
     then, it need not be written again.
@@ -148,7 +149,8 @@ class TierIndex:
     Attributes:
         name, num_blocks, retained_share: the arguments.
         owned: all keys by namespace.
-        retained: the keys with a priority above the default by namespace. Blocks that are also on the device have none.
+        retained: the keys with a priority above the default by namespace, without those of blocks that are also on the
+            device.
         is_shared: whether other servers use the store too; see `SharedTierIndex`.
         partless: keys of blocks that are stored without their parts of windowed layers
             (`radixkv/cache/windowed_layers.md`).
@@ -231,8 +233,8 @@ class TierIndex:
         """Add a block that the device evicted. The tier must not hold it, and `has_room_for` must be true.
 
         Returns:
-            The key of the block that is evicted for it: one of the same tenant if that has reached its ceiling. None if
-            there is free space.
+            The key of the block that is evicted for it: a block of the same tenant if the tenant has reached its
+            ceiling. None if there is free space.
         """
         victim = None
         if len(self) >= self.num_blocks or self._is_at_ceiling(namespace.tenant):
@@ -294,7 +296,7 @@ class TierIndex:
 
         If the limit of retained blocks is reached, the tenant's oldest retained block falls back to the default
         priority. Prompts are evicted from their end, so their beginning stays retained. If the tenant has no retained
-        block, this one gets the default priority.
+        block, or its oldest one has a higher priority than this block, this block gets the default priority.
         """
         self._forget_retained(key)
         if priority > DEFAULT_PRIORITY and not self._retain(key, priority):
@@ -402,7 +404,8 @@ class SharedTierIndex(TierIndex):
 
     Args:
         name: name of the tier, such as `redis`.
-        num_blocks: maximum number of keys in the index. The least recently used ones are removed from the index only.
+        num_blocks: maximum number of keys in the index. If there are more, the first in eviction order, such as blocks
+            that are also on the device, are removed from the index, but not from the store.
     """
 
     is_shared = True

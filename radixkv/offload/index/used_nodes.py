@@ -66,7 +66,7 @@ class UsedNodes:
     def take(self, max_blocks: int) -> list[bytes]:
         """Return the keys of used blocks, and forget their uses.
 
-        The oldest uses are taken first, until there are at least `max_blocks` keys.
+        The oldest uses are taken first, until their nodes have at least `max_blocks` keys.
 
         Returns:
             The keys of whole blocks, without duplicates. A block comes before all blocks that precede it in a prompt.

@@ -51,7 +51,9 @@ class ObjectFault(enum.Enum):
     FOREIGN = "foreign"  # not an object, or an object of another version, block or size
     DAMAGED = "damaged"  # the checksum differs
     OTHER_TOKENS = "other_tokens"
-    UNSEALED = "unsealed"  # not encrypted with the key of this tenant, or encrypted although the tier has no key
+    UNSEALED = (
+        "unsealed"  # not encrypted with the tenant's key, modified since, or encrypted although the tier has none
+    )
     UNAUTHENTIC = "unauthentic"  # not written by a server with the same secret, or modified
 
 
@@ -97,7 +99,8 @@ class BlockObject(NamedTuple):
         tokens: the tokens of the block alone, little-endian uint32.
         payload: contiguous bytes of K and V. Once they are complete, they must never change: pass a copy.
         protection: encrypts or authenticates the object; None for an object that only this process can write.
-        wait_for_payload: blocks until the payload is complete; None if it is. `parts`, `pieces` and `write_to` call it.
+        wait_for_payload: blocks until the payload is complete; None if it is complete already. `parts`, `pieces` and
+            `write_to` call it.
     """
 
     key: bytes
@@ -148,9 +151,9 @@ class BlockObject(NamedTuple):
         memory[-CHECKSUM_BYTES:] = np.frombuffer(checksum_of(memory.data), np.uint8)
 
     def parts(self) -> tuple[bytes, memoryview]:
-        """Return the bytes before K and V, and K and V. If the object is encrypted, everything after the head is.
+        """Return the bytes before K and V, and K and V; if the object is encrypted, its head, and the rest, encrypted.
 
-        The size of the first part is a multiple of 64 if the object is not encrypted.
+        The checksum is not included. The size of the first part is a multiple of 64.
 
         Complexity: one pass over the payload to protect it.
         """
@@ -198,7 +201,7 @@ class Wanted(NamedTuple):
     Attributes:
         key: from `BlockKeys`.
         tokens: the tokens of the block alone.
-        protection: the encryption or MAC that the object must have; None to accept objects without any.
+        protection: the encryption or MAC that the object must have; None to accept any object that is not encrypted.
     """
 
     key: bytes

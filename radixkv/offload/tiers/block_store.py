@@ -94,10 +94,10 @@ class Loan:
 
 
 class BlockStore(Protocol):
-    """The interface of a store for callers: calls return immediately, and futures complete on a thread of the store.
+    """The interface of a store for callers: calls return immediately; futures complete on any thread.
 
-    Cancelling a future before its call has started prevents the call. Calls fail with `StoreError`: busy, unreachable,
-    closed. Objects are those of `BlockObject`; a store neither parses nor verifies them.
+    Cancelling a future before its call has started prevents the call. Calls fail with `StoreError`: busy, late,
+    paused, unreachable, closed. Objects are those of `BlockObject`; callers verify them.
     """
 
     def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> Future[PutResult]:
@@ -177,4 +177,4 @@ class StoreBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the store. No call is running. Idempotent."""
+        """Close the store, while no call is running. Idempotent."""

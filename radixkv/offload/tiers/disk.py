@@ -37,7 +37,8 @@ _LABEL = "format.json"
 _LOCK = "lock"
 _log = logging.getLogger(__name__)
 _NAMESPACES = "namespaces"
-# Per write. With encryption, the encrypted copies take as much memory again while they are written.
+# Maximum size of the slots that are filled by one write, unless a single slot is larger. If the objects are encrypted,
+# their encrypted copies take as much memory during the write.
 _BATCH_BYTES = 16 << 20
 _FULL_PAUSE_S = 60.0  # between attempts to grow on a full disk
 
@@ -137,7 +138,7 @@ class DiskDirectory:
                 raise StoreUnavailable(f"tiers.disk_path: expected a directory of regular files only, got {path}")
 
     def _acquire(self) -> None:
-        """Lock the directory. Write the format of its blocks, or require the one that is written there."""
+        """Lock the directory. Write the format of the blocks if none is recorded; otherwise require the same format."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -298,7 +299,7 @@ class DiskStore(StoreBackend):
             return iter([key for key, _ in self._table])
 
     def persist_order(self, keys: Sequence[bytes]) -> None:
-        """Move objects to the end of the eviction order, in this order. `close` writes the order to the disk."""
+        """Let `close` move these objects to the end of the eviction order, in this order, before writing the order."""
         self._last_order = keys
 
     def close(self) -> None:

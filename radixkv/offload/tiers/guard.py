@@ -180,7 +180,7 @@ class GuardedStore:
         timers: clock and timers.
         circuit: the circuit breaker, with the same clock.
         limit_s: time limit of `get` and `exists`.
-        write_limit_s: time limit of `put`, `touch` and `delete`, which run in the background.
+        write_limit_s: time limit of `put`, `touch`, `delete` and `probe`, which run in the background.
         purge_limit_s: time limit of `purge`, which may scan all keys.
     """
 

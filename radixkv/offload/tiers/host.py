@@ -103,7 +103,7 @@ class HostStore(StoreBackend):
             return StoreSize(len(self._table), used * self._slot_bytes, capacity, self._num_slots)
 
     def close(self) -> None:
-        """Delete all objects. The memory is freed with the last loan."""
+        """Delete all objects. The memory is freed when neither this store nor a loan is referenced any more."""
         with self._lock:
             self._table = SlotTable(0)
 

@@ -24,7 +24,8 @@ _NO_ROOM = -200
 _NOT_FOUND = -704
 _NOT_READY = -703
 _PROBE_S = 2.0
-# Connects from another process, which may take as long as importing Mooncake on a busy machine.
+# Time limit of the trial connection. It is made by another process, which imports Mooncake first; this may take most of
+# the time on a busy machine.
 _TRIAL_S = 10.0
 _TRIAL = """
 import os, sys
@@ -42,13 +43,13 @@ class MooncakeStore(StoreBackend):
 
     Mooncake's calls release the GIL, except for those that connect and disconnect. If a master accepts connections but
     does not answer, these two would stop all threads of this process for up to 10 minutes. So another process connects
-    first, and the connection is abandoned if the master does not answer at the end.
+    first, and `close` abandons the connection if the master does not answer then.
 
     Args:
         master: `HOST:PORT` of the master.
         object_bytes: size of the largest object.
         lent_bytes: memory that this process contributes; 0 for none.
-        buffer_bytes: memory for transfers; a batch takes at most half of it.
+        buffer_bytes: memory for transfers, but at least that of four objects; a batch takes at most half of it.
 
     Raises:
         ConfigError: the address of the master is invalid.
@@ -86,8 +87,8 @@ class MooncakeStore(StoreBackend):
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether there is an object under each key.
 
-        The master counts this as a use: it renews the leases of the objects, and evicts the objects whose leases ended
-        first. So this also serves as `touch`.
+        The master counts this as a use: it renews the leases of the objects, and evicts those first whose leases ended
+        earliest. So this also serves as `touch`.
         """
         codes = self._client().batch_is_exist([_name(key) for key in keys]) if keys else []
         return [_require_code(code, 0, 1) == 1 for code in codes]

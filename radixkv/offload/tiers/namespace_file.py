@@ -47,7 +47,7 @@ class NamespaceFile:
                 self._by_root[bytes.fromhex(root)] = Namespace(model, tenant, adapter, salt)
             except (ValueError, TypeError, RecursionError):
                 _log.warning("%s: expected the names of a namespace on each line, got something else", path)
-        # Invalid and duplicate lines, and those of removed namespaces.
+        # Counts lines that are invalid or duplicate, or whose namespaces were removed.
         self._num_useless = len(lines) - len(self._by_root)
 
     def __len__(self) -> int:

@@ -24,8 +24,9 @@ class StoreOptions:
     Attributes:
         block_format: format of the blocks.
         object_bytes: size of the largest object.
-        max_bytes: capacity in bytes, or, for Mooncake, the memory that this process contributes; None for the default
-            of the store.
+        max_bytes: capacity in bytes, or, for Mooncake, the memory that this process contributes. None means half of the
+            free space for `disk`, no contribution for `mooncake`, and the store's own default for other packages; it is
+            invalid for `host`.
         place: a directory, a URL or an address; empty for none.
         native: copy functions in C++ for radixkv's own backends; None for backends of other packages, or to use Python.
         map_memory: returns host memory of a size, pinned if the blocks are on a GPU; raises MemoryError if there is

@@ -16,8 +16,8 @@ def require_private(directory: Path) -> None:
     """Refuse a directory in which another user can change files, according to owners and modes.
 
     The directory and the files in it must belong to this user, and its parents to this user or root; other users must
-    not be able to write. A parent with the sticky bit, such as /tmp, is accepted, because users cannot rename files of
-    others there. Paths that do not exist are not checked.
+    not be able to write, and the files must not be symbolic links. A parent with the sticky bit, such as /tmp, is
+    accepted, because users cannot rename files of others there. Paths that do not exist are not checked.
 
     Raises:
         ConfigError: the message names the path, and what to do.

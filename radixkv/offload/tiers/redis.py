@@ -20,7 +20,7 @@ from radixkv.offload.tiers.block_object import HEAD_BYTES, BlockObject, read_hea
 from radixkv.offload.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 
 _T = TypeVar("_T")
-_BATCH_BYTES = 16 << 20  # per pipeline; the server buffers as much of the replies, and this process as much of a put
+_BATCH_BYTES = 16 << 20  # per batch; the server buffers this much of a reply, and this process as much of a put
 _SCAN_COUNT = 1000
 _TOUCHED_AT_ONCE = 1000
 _PREFIX = b"radixkv:1:"
@@ -38,7 +38,7 @@ class RedisStore(StoreBackend):
         url: `redis://[USER:PASSWORD@]HOST:PORT/DB`, `rediss://` for TLS, or `unix://PATH`.
         object_bytes: size of the largest object.
         ttl_s: time after which an unused object expires.
-        timeout_s: for connecting, and for each reply from the last byte sent to the last byte received.
+        timeout_s: for connecting, for each wait for bytes, and for all replies to a pipeline together.
         purge_timeout_s: for all replies of a purge together, since a server may send replies to a scan endlessly.
 
     Raises:
@@ -204,13 +204,13 @@ class _ReplyTooLarge(OSError):
 
 
 class _BoundedSocket:
-    """A socket on which a reply takes a bounded time and has a bounded number of bytes.
+    """A socket on which all replies to one request, or pipeline, take a bounded time and number of bytes.
 
     The time limit of a socket starts again with each byte, and a server may send bytes without end.
 
     Args:
         connection: the socket.
-        limit_s: time for each reply, from the end of the request.
+        limit_s: time for these replies, from the end of the request; checked whenever bytes are received.
         max_bytes: maximum number of bytes that are received until more is sent.
     """
 

@@ -15,7 +15,7 @@ _LOG_PERIOD_S = 60.0
 
 
 class RejectedBlocks:
-    """Blocks from one source that were not used. Logs a warning for each kind of fault once per minute. Thread-safe.
+    """Blocks from one source that were not used. Warns at most once per minute of each kind of fault. Thread-safe.
 
     Args:
         source: where they come from, for the log.

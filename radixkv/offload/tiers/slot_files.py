@@ -39,7 +39,7 @@ _LINE = np.dtype(
 )
 _PACKED = Struct(f"<{KEY_BYTES}sQQQ8x")  # one line, in the same layout
 _GROWTH_BYTES = 64 << 20
-_WRITE_BYTES = 2 << 20  # per write of one object, since each call has a cost
+_WRITE_BYTES = 2 << 20  # of an object per write; smaller pieces would need more calls
 _STRIPE_BYTES = 64  # XXH3 consumes stripes of this size, so heads are multiples of it
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 

@@ -16,7 +16,7 @@ class SlotEntry:
         slot: index of the slot.
         generation: generation of the object.
         num_bytes: size of the object.
-        num_readers: reads and loans of the slot that have not ended; until then, the slot is not reused.
+        num_readers: reads and loans of the slot that have not ended. While there are any, the slot is not reused.
     """
 
     slot: int

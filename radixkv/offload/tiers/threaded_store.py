@@ -131,7 +131,7 @@ class _Executor:
     def _run(self) -> None:
         while (answer := self._calls.get()) is not None:
             answer()
-            del answer  # holds the result, or the objects of a put, until the next call comes
+            del answer  # it would hold the result, or the objects of a put, until the next call comes
 
     def _answer(self, future: Future[_T], call: Callable[[], _T]) -> None:
         with self._lock:

@@ -81,7 +81,7 @@ class Tier:
         store: stores the objects. It is closed with the tier.
         payload_bytes: bytes of K and V of a block, or all valid sizes. An object with another payload size is a miss,
             `ObjectFault.FOREIGN`.
-        is_working: returns whether the store is in use; false while its circuit breaker is open.
+        is_working: returns whether the store is in use; false unless its circuit breaker is closed.
         protection_of: returns the encryption or MAC of a tenant's objects; None if only this process can write them, or
             the store is trusted.
         stage: called on the store's thread with each loaded payload. Returns a copy in pinned memory, after which the
@@ -119,7 +119,11 @@ class Tier:
         self._saved: Counter[PutOutcome] = Counter()
 
     def save(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> Future[PutResult | None]:
-        """Store blocks; see `BlockStore.put`. The result is None if the call failed, perhaps after storing some."""
+        """Store blocks; see `BlockStore.put`.
+
+        If the store is busy or paused, all outcomes are `NOT_SENT`. If the call fails otherwise, perhaps after storing
+        some of the blocks, the result is None.
+        """
 
         def count_saved(result: PutResult) -> PutResult:
             self._require_results(result.outcomes, len(objects))
@@ -254,9 +258,9 @@ def _then(
     failed: Callable[[StoreError], _U],
     unwanted: Callable[[_T], None] = lambda _: None,
 ) -> Future[_U]:
-    """Return a future of `convert(result)`, or of `failed(error)` if there is no result.
+    """Return a future of `convert(result)`, or of `failed(error)` if there is no result or `convert` raises.
 
-    Cancelling it cancels `inner`. If that has a result anyway, `unwanted` is called with it.
+    Cancelling it cancels `inner`. If `inner` has a result anyway, `unwanted` is called with the result.
     """
     outer: Future[_U] = Future()
     pending = [inner]  # emptied at the end, so that no reference cycle remains
