@@ -3,8 +3,8 @@
     python -m bench.llm_overhead [--model DIR] [--json FILE]
 
 In turn, the same number of prompts of the same length is passed to `LLM.generate`, and directly to the engine inside
-it, all at once. The direct calls collect tokens as `LLM` does, but make no outputs and decode no text. Each round has
-new random prompts for each of the two, which share their first third. The ratios of the times of the rounds are
+it, all at once. The direct calls collect tokens as `LLM` does, but make no outputs and decode no text. In each round,
+each of the two gets new random prompts that share their first third. The ratios of the times of the rounds are
 summarized by their median, and by quartiles, which show the noise.
 """
 

@@ -9,7 +9,7 @@ from radixkv.model.attention.refused_attention import MODES, NAMES, NATIVE, VARI
 
 
 class PassedKernels:
-    """Attention kernels of a GPU that passed a trial of this run. All others are refused, whether tried or not."""
+    """Attention kernels of a GPU that passed a trial of this run. Other kernels that can be refused are refused."""
 
     def __init__(self) -> None:
         self._passed: set[tuple[str, str]] = set()

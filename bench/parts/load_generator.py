@@ -49,7 +49,7 @@ class ReplayTraffic:
     Attributes:
         tenant: tenant of all requests.
         use_cache: read and write the cache, or do neither.
-        concurrency: number of requests in flight at any time (closed loop); None to send each at its `arrival_s` (open
+        concurrency: maximum number of requests in flight (closed loop); None to send each at its `arrival_s` (open
             loop).
         timeout_s: deadline of each request.
         limit_s: the pass stops sending after this time. Requests that are still in flight after 1.25 times this time
