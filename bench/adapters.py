@@ -1,4 +1,4 @@
-"""Times steps in which all requests use one LoRA adapter, compared with steps of eight adapters and of none.
+"""Times steps in which all requests use one LoRA adapter, compared with steps with several adapters and with none.
 
 python -m bench.adapters [--rank 8] [--rounds 15] [--json FILE]
 
@@ -44,7 +44,8 @@ class StepKind(NamedTuple):
 # Decoding, and the ends of prompts: short questions and longer ones.
 _KINDS = (StepKind(8, 1, 512), StepKind(32, 1, 512), StepKind(8, 16, 512), StepKind(8, 64, 512), StepKind(64, 8, 512))
 
-# The adapter of each request of a step, by the index of the request.
+# The adapter of each request of a step, by the index of the request. In `eight and none`, only the requests with odd
+# indices have one, so there are four different adapters.
 _MIXES: dict[str, Callable[[int], str]] = {
     "none": lambda _: "",
     "one": lambda _: "0",

@@ -244,7 +244,7 @@ def play_round(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def medians_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return the medians over the rounds of the numbers of each server and each prediction."""
+    """Return the medians over the rounds of the numbers of each server and each prediction, except nested ones."""
     return {
         name: {
             key: statistics.median(each[name][key] for each in rounds)

@@ -100,7 +100,7 @@ async def measure(
     Tokens per second are the median over the rounds. Times are p50 and p99 over the requests of all rounds.
 
     Raises:
-        AssertionError: the tokens of a request depend on the other requests of its batch.
+        AssertionError: a request has too few tokens, or its tokens depend on the other requests of its batch.
     """
     options = [("grpc.enable_http_proxy", 0)]  # the latency of a proxy must not be measured
     async with grpc.aio.insecure_channel(address, options=options) as channel:

@@ -199,7 +199,7 @@ def measure(bench: BookkeepingBench, cases: Sequence[BookkeepingCase], rounds: i
     """Measure rounds, each with all cases in turn; the first one warms up.
 
     Yields:
-        After each measurement, a row for each case measured so far, with the medians of its rounds.
+        After each measurement that counts, a row for each case measured so far, with the medians of its rounds.
     """
     measured: dict[BookkeepingCase, list[Row]] = {}
     for number in range(-1, rounds):
@@ -235,7 +235,7 @@ def _line(row: Row) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print a table, and write the file again after each case."""
+    """Measure, print a table, and write the file again after each measurement that counts."""
     parser = argparse.ArgumentParser(
         description="Measure the share of a step that the engine and the tree take, compared with the model."
     )

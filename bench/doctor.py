@@ -8,7 +8,7 @@ With `--live`, the traffic passes through the profiler of misses that a server r
 A replay of both through the cache shows how many tokens each request loses to the faults. A request with a fault counts
 as found if the reported cause is that of the fault. A finding is false if its request lost fewer than 32 tokens, or if
 the request has no fault and the reported cause is another one. (A request without a fault may lose its last turn, if
-that turn was cached with a fault.)
+that turn was cached with a fault.) With `--live`, groups of requests are counted instead; see `run_profiler`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m bench.evaluation --model DIR --json bench/results/evaluation.json
 
 DIR is a checkpoint with a tokenizer, which `radixkv convert` writes from a GGUF file. Each question is a passage of a
-book with four possible next sentences, one of which is right, after five examples of the same kind. The log probability
-of each choice is computed
+book with four possible next sentences, one of which is right. By default, five examples of the same kind precede it.
+The log probability of each choice is computed
 
 - by `radixkv.integrations.evaluation.Evaluator`, with an empty cache at the beginning;
 - by transformers, with the four choices of a question as one batch;

@@ -1,4 +1,4 @@
-"""Measures the cost of exact mode: prefill in exact mode and in fast mode, in turn, with random weights.
+"""Measures the cost of exact mode: prefill in exact mode and in fast mode, in turn, with random weights by default.
 
 python -m bench.exactness --json bench/results/exactness.json
 python -m bench.exactness --device cuda --shape 8b --layers 32 --dtypes bfloat16        # on a GPU
@@ -54,7 +54,7 @@ SHAPES = {
 def build_runner(
     shape: str, num_layers: int, dtype: torch.dtype, device: torch.device, max_tokens: int, *, is_exact: bool
 ) -> Runner:
-    """Build a runner with a pool of `max_tokens` tokens, over the embedded model or random layers of this shape."""
+    """Build a runner whose pool holds `max_tokens` tokens, over the embedded model or random layers of this shape."""
     if shape == "tiny":
         module = build_tiny_model(ATTENTION_NAME).to(dtype)
     else:
@@ -85,7 +85,7 @@ def prefill_s(runner: Runner, num_tokens: int, cached_tokens: int, chunk_tokens:
 def measure(
     runners: dict[str, Runner], num_tokens: int, cached_tokens: int, rounds: int, step_tokens: int
 ) -> dict[str, object]:
-    """Return medians of alternating rounds, and the ratio of exact to fast."""
+    """Return the medians of alternating rounds, and the median of the rounds' ratios of exact to fast."""
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(rounds):
         for mode in MODES:

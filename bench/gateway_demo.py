@@ -4,7 +4,7 @@ python -m bench.gateway_demo
 
 Starts two servers with the embedded model and the gateway on free local ports, sends questions with OpenAI's client,
 and stops everything at the end. The exit status is 0 if every question was answered, and a repeated one with the same
-text; 1 if not; and 2 if a process did not start.
+text; 1 if not; and 2 if a package is missing or a process did not start.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _converse(client: OpenAI, turns: range) -> Talk:
 
 
 def _messages(conversation: int, num_turns: int) -> Any:
-    """Return the messages of a conversation up to the question of a turn. Only this question is new."""
+    """Return the messages of a conversation up to the question of a turn, with fixed answers to earlier questions."""
     messages = [{"role": "system", "content": _SYSTEM.format(conversation)}]
     for turn in range(num_turns + 1):
         messages.append({"role": "user", "content": f"Question {turn} of conversation {conversation}: and then?"})

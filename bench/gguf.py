@@ -2,10 +2,11 @@
 
 python -m bench.gguf --json bench/results/gguf.json
 
-The files are SmolLM2 135M Instruct in Q4_1, and a copy of it that is requantized to Q8_0. Both engines run as servers
-with a K/V cache of `--context-tokens` tokens, are loaded at the same time, and answer the same prompts in turn, in an
-order that alternates. Times are medians that a client measures, and `cpu_ms` is the CPU time of all processes of an
-engine and its client. Memory is the resident memory of the server after the prompts, with the mapped pages of the file.
+By default, the files are SmolLM2 135M Instruct in Q4_1, and a copy of it that is requantized to Q8_0. Both engines run
+as servers with a K/V cache of `--context-tokens` tokens, are loaded at the same time, and answer the same prompts in
+turn, in an order that alternates. Times are medians that a client measures, and `cpu_ms` is the CPU time of all
+processes of an engine and its client. Memory is the resident memory of the server after the prompts, with the mapped
+pages of the file.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _line(row: Result) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print a line for each row, and write the result. Returns 1 if an engine is missing, else 0."""
+    """Measure, print a line for each row, and write the result. Returns 1 if an engine or a file is missing, else 0."""
     options = _parser().parse_args(arguments)
     environments = Environments(options.cache, RECIPES)
     rows: list[Result] = []

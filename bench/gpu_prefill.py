@@ -5,9 +5,10 @@
 
 Each prompt is computed in variants: after the cached prefix; the same without CUDA graphs; a long suffix in steps
 of 512 tokens; by the same engine without the cache; and by transformers with a cache that holds the prefix, whose
-attention repeats K and V for each query head and uses no CUDA graph. Answers are compared before anything is timed. A
-row is printed and written as soon as our own time is known, and again after each of the others. The lower bound is the
-time to read all weights once, at the rate at which this device copies memory.
+attention repeats K and V for each query head and uses no CUDA graph. Answers with and without the cache are compared
+before anything is timed, and that of transformers before transformers is timed. A row is printed and written as soon as
+our own time is known, and again after each of the others. The lower bound is the time to read all weights once, at the
+rate at which this device copies memory.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ def _goal(row: Row) -> str:
 
 
 def _summary(rows: Sequence[Row]) -> str:
-    """Return the ratios of all rows in one line, for the table of `bench.gpu`."""
+    """Return the ratios of all correct rows in one line, for the table of `bench.gpu`."""
     ratios = [f"{row['mode']} {row['suffix_tokens']}: {row['weights_ratio']:.2f}" for row in rows if row["is_right"]]
     return f"TTFT divided by the time to read the weights: {', '.join(ratios)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print and write each result at once. Returns 1 if an answer is wrong."""
+    """Measure, and print and write each result at once. Returns 1 if an answer is wrong or could not be computed."""
     options = _parse(arguments)
     rates = measure_rates(options.device)
     if options.dry_run:

@@ -138,7 +138,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the rows, write JSON. Returns the exit status."""
+    """Measure, print the rows, write JSON. Returns 2 if vLLM cannot be installed or a server failed, else 0."""
     parser = argparse.ArgumentParser(description="Compare the HTTP APIs of radixkv and vLLM.")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", default="bfloat16")

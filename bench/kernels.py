@@ -4,8 +4,8 @@ python -m bench.kernels --sglang UNPACKED_WHEEL --json bench/results/kernels.jso
 python -m bench.kernels --dry-run      # on any machine; its times are meaningless
 
 Shapes are those of one layer of an 8B model. Each answer is first compared on the device with the reference in
-`kernels/reference.py`. Then the kernel and its peers are timed over sets of inputs that together are larger than the
-device's cache. Times are medians of device events.
+`kernels/reference.py`, except for linear layers, whose reference is torch's in float32. Then the kernel and its peers
+are timed over sets of inputs that together are larger than the device's cache. Times are medians of device events.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _summary(rows: Sequence[Row]) -> str:
-    """Return the first attention's time and share of the matrix rate in one line, for the table of `bench.gpu`."""
+    """Return time and matrix rate of the first correct attention row in one line, for the table of `bench.gpu`."""
     first = next((row for row in rows if row["kernel"] == "paged_attention" and row["is_right"]), None)
     if first is None:
         return ""

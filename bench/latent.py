@@ -4,7 +4,7 @@ python -m bench.latent [--layers 2] [--experts 64] [--dtypes float32] [--json FI
 
 The model has the shape of DeepSeek-V2-Lite with random weights and few layers, the first of them dense, in exact mode.
 Both variants are measured in turn, and the medians are reported, in wall time and in CPU time; with one thread, CPU
-time hardly depends on other processes. Before anything is timed, the logits of both variants must agree.
+time hardly depends on other processes. The logits of both variants must agree, or no times are reported.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m bench.llm_overhead [--model DIR] [--json FILE]
 
 In turn, the same number of prompts of the same length is passed to `LLM.generate`, and directly to the engine inside
-it, all at once. The direct calls collect tokens as `LLM` does, but make no outputs and decode no text. Each round has
-new random prompts whose first third is the same. The ratio of the times of each round is reported by its median, and by
-quartiles, which show the noise.
+it, all at once. The direct calls collect tokens as `LLM` does, but make no outputs and decode no text. In each round,
+each of the two gets new random prompts that share their first third. The ratios of the times of the rounds are
+summarized by their median, and by quartiles, which show the noise.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Compares radixkv with other engines on a CPU: OpenVINO, vLLM, llama.cpp and transformers, with one checkpoint.
+"""Compares radixkv with other engines on a CPU: OpenVINO, vLLM, llama.cpp and transformers, with the same checkpoints.
 
 python -m bench.peers --json bench/results/peers.json --plot docs/peers.svg
 
-Each engine runs in its own process and virtual environment, which is created once in the folder `--cache`. The engines'
-requests are sent in turn, and the first tokens of all engines are compared. A peer that cannot be installed, or that
-crashes, is reported, and the others continue.
+Each engine runs in its own process. OpenVINO, vLLM and llama.cpp have virtual environments, which are created once in
+the folder `--cache`; the other engines use the environment of the benchmark. Requests are sent to the engines in turn,
+and the first tokens of all engines are compared. An engine that cannot be installed, or that crashes, is reported, and
+the others continue.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PeerComparison:
         rows: results so far.
         engines: versions and notes, by engine.
         skipped: engines that could not be installed, each with its reason.
-        failures: engines that crashed or failed at a task.
+        failures: a message for each time that an engine crashed or failed at a task.
         machines: rates of arithmetic and memory of the machine, by setting.
     """
 
@@ -128,7 +129,7 @@ class PeerComparison:
         return samples
 
     def _measure_row(self, name: str, row: PeerRow, workers: dict[str, WorkerProcess]) -> dict[str, list[PeerSample]]:
-        """Measure repetitions in turn, in an order that alternates. An engine that fails is left out of the row."""
+        """Measure repetitions in turn, in an order that alternates. An engine that fails skips the remaining ones."""
         samples: dict[str, list[PeerSample]] = {engine: [] for engine in workers}
         running = dict(workers)
         for number in range(-1, self._repetitions):  # the first one fills caches and warms up

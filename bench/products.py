@@ -5,7 +5,7 @@ The formats of `model.weights` that the processor supports, q8, q4 and int8, are
 python -m bench.products [--shapes 896x4864,4864x896] [--rows 1,8,16,64,512] [--dtypes float32 bfloat16] [--json FILE]
 
 A shape is written INxOUT, in input and output features. Libraries are measured in turn. Each one reads copies of the
-weight that together have twice the size of the last-level cache, since the weights of a model are read from memory.
+weight, at most 32, that together have twice the size of the last-level cache, since models read weights from memory.
 Times are medians, of CPU time with one thread and otherwise of wall time. Each result is compared with float64 before
 it is timed.
 """

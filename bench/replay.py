@@ -1,10 +1,11 @@
 """Replays traffic against a prefill server with the cache, then without it, and compares.
 
 A run makes three passes on one server: a short warm-up under its own tenant; the traffic under a tenant that is new for
-this run, so that it starts cold on a running server too; and the same traffic with the cache switched off. Every answer
-is checked. Time limits, SIGINT and SIGTERM end a pass early; the report then covers the requests that were answered,
-and says so. The exit status is 0 if all answers arrived and were correct, 1 if not, 2 if too little was measured,
-and 130 (SIGINT) or 143 (SIGTERM) after an interruption.
+this run, so that it starts cold on a running server too; and the same traffic, or a sample of it, with the cache
+switched off. The token counts of each answer are checked, and the answers with and without the cache are compared. Time
+limits, SIGINT and SIGTERM end a pass early; the report then covers the requests that were answered or failed, and says
+so. The exit status is 0 if all these requests were answered and no compared answer differs, 1 if not, 2 if too little
+was measured or the run could not start, and 130 (SIGINT) or 143 (SIGTERM) after an interruption.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class ReplayPasses:
     Attributes:
         tenant: tenant of the pass with the cache.
         with_cache: the pass over all requests.
-        without_cache: the pass over requests of `with_cache`; None if it was not requested or not begun.
+        without_cache: the pass over requests of `with_cache`; None if it was not requested or did not begin.
         stats_before, stats_after: server statistics around the pass with the cache; None if the server has none.
         interrupted_by: name of the signal that ended the run early; None if none did.
     """
@@ -108,8 +109,8 @@ def run(options: ReplayOptions, arguments: Sequence[str] | None) -> int:
         arguments: the command line for the report; None for that of this process.
 
     Raises:
-        ConfigError: the trace can't be read, the server can't be started or reached, or no request was answered or
-            failed before the run ended.
+        ConfigError: the trace or the tokenizer can't be used, the server can't be started or reached, it refuses a
+            public prefix, or no request was answered or failed before the time limit.
     """
     budget = TimeBudget(options.time_limit_s)
     environment: Summary = describe_run("bench.replay", arguments)
@@ -141,7 +142,10 @@ def run(options: ReplayOptions, arguments: Sequence[str] | None) -> int:
 
 
 def exit_status(options: ReplayOptions, report: Summary) -> int:
-    """Return the exit status of a run that was not interrupted: 1 for wrong answers, 2 without a comparison, else 0."""
+    """Return the exit status of a run that was not interrupted.
+
+    It is 1 if a request failed or an answer differs, 2 if a comparison was requested and is missing, else 0.
+    """
     without_cache = report["without_cache"] or {"errors": 0}
     if report["errors"] + without_cache["errors"] + report["answers"]["different"]:
         return 1

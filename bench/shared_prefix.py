@@ -2,9 +2,9 @@
 
 python -m bench.shared_prefix --json bench/results/shared_prefix.json
 
-One layer is computed with the kernels that serve. The third column is torch's fused attention, called for each request
-over contiguous K and V. Before anything is timed, the outputs over shared blocks must be bitwise identical to those
-over separate blocks.
+One layer is computed with the kernels that the service uses. The column `fused` is torch's fused attention, called for
+each request over contiguous K and V. Before anything is timed, the outputs over shared blocks must be bitwise identical
+to those over separate blocks, and close to those of torch.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ A short prompt should be answered within the duration of the step that was runni
 plus the time that it takes on an idle server. The benchmark detects the end of a step by Probe calls, which the engine
 answers between two steps.
 
-The exit status is 0 if every short prompt was answered in time, 1 if not, and 2 if the long prompt ended before the
-first short one was answered.
+The exit status is 0 if every short prompt was answered in time, 1 if not, and 2 if the server did not start, or if the
+long prompt ended before the first short one was answered.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 One server runs for each model, number of threads and checkout. They answer the same prompts in turn. Each round is
 measured on a quiet machine, and then next to processes that keep the CPU busy, so a change of the machine's speed
-affects all servers and both conditions equally. Rows: a prompt that is not cached, 64 new tokens after a cached prefix,
-and one decoded token.
+affects all servers and both conditions about equally. Rows: a prompt that is not cached, 64 new tokens after a cached
+prefix, and one decoded token.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python -m bench.tree --trace conversation.jsonl [--sglang UNPACKED_WHEEL] [--json FILE]
 
-Inserts and matches replay the whole trace in separate passes, with the same prompts and block size, so that all
-implementations find the same cold memory. Hits and evictions are measured on generated trees. Results are medians.
+Inserts and matches replay the trace, up to `--limit` requests, in separate passes, with the same prompts and block
+size, so that all implementations find the same cold memory. Hits and evictions are measured on generated trees. Results
+are medians, except for `publish_a_block`, which is a mean.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def measure_sglang(
 
 
 def measure_hit(block_size: int) -> dict[str, float]:
-    """Measure a hit of 8,192 tokens: lease and release alone, and with the commit of 64 new tokens."""
+    """Measure a hit of 8,192 tokens: lease and release alone, and with a match before and a commit of 64 new tokens."""
     prefix = np.random.default_rng(0).integers(0, _VOCAB_SIZE, _HIT_TOKENS, dtype=np.uint32).tobytes()
     cache = PrefixCache(_HIT_TOKENS // block_size + 2 * 64 * _SAMPLES, block_size)
     with cache.lease(_NAMESPACE, prefix) as lease:

@@ -3,13 +3,15 @@
     python -m bench.vllm_tier --json bench/results/vllm_tier.json        # or: make vllm-tier
 
 1. Each prompt is answered twice. The second answer reuses what vLLM's own prefix cache has.
-2. vLLM restarts with an empty cache. Each prompt is answered again, and reuses what the disk tier has. It must reuse as
-   many tokens as in step 1, and return the same tokens with the same bits of their log probabilities. Then all prompts
-   are answered at once with few blocks, in three runs: with a working disk, one that loses values, and one that fails.
+2. vLLM restarts with an empty cache. Each prompt is answered again, and reuses what the disk tier has. It should reuse
+   as many tokens as in step 1, and must return the same tokens with the same bits of their log probabilities. Then all
+   prompts are answered at once with few blocks, in three runs: with a working disk, one that loses values, and one that
+   fails.
 3. vLLM is killed with SIGKILL at random times while it saves blocks, again and again. After each restart, prompts whose
    blocks were saved before are answered again, and must have the same answers. At the end, a vLLM without a tier
    computes up to 200 of these answers again, as a reference.
-4. As a control, one token of each prompt is changed. If this did not change the answers, wrong K/V would not either.
+4. As a control, one token of each of up to 100 prompts is changed. If this did not change the answers, wrong K/V would
+   not either.
 
 The exit status is 1 if an answer is different or wrong.
 

@@ -3,8 +3,8 @@
 python -m bench.compression --model MODEL --json bench/results/compression.json
 
 The prompt of each held-out text is computed as usual. Then the model reads the rest token by token, once over the whole
-K/V and once over the entries that each policy keeps, and its predictions are compared. Memory and quality depend only
-on the texts; tokens per second also depend on the load of the machine.
+K/V and once for each policy over the entries that it keeps, and the predictions are compared. Memory and quality depend
+only on model and texts; tokens per second also depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from radixkv.errors import ConfigError
 def measure(
     path: str, num_texts: int, num_prompt_tokens: int, num_new_tokens: int, budgets: Sequence[int]
 ) -> Iterator[Row]:
-    """Yield a row for the whole K/V, and one for each policy and budget.
+    """Yield a row for the whole K/V, and for each budget one for each policy and two for variants of StreamingLLM.
 
     A row has the blocks and bytes that a text holds at the end. Tokens per second are those of all texts together, and
     include choosing and dropping entries.
 
     Args:
         path: the model.
-        num_texts, num_prompt_tokens: prompts, and their length.
+        num_texts, num_prompt_tokens: number of texts, and tokens of each that are its prompt.
         num_new_tokens: tokens that are read after each prompt.
         budgets: maximum numbers of entries.
 

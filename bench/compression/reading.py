@@ -106,7 +106,7 @@ class TextReader:
 
 
 class _OneTextReader:
-    """Reads one text, in the same way as `Compressions` does for a request."""
+    """Reads one text, and keeps the same entries as `radixkv.engine.compression.Compressor` does for a request."""
 
     def __init__(
         self, runner: Runner, rule: KeepRule, prompt: Chunk, block_ids: BlockIds, *, is_renumbered: bool
@@ -150,7 +150,7 @@ class _OneTextReader:
         self._num_read += 1
 
     def _shift(self, by: int) -> None:
-        """Rotate the keys of all entries except the sinks as if they had other positions."""
+        """Rotate the keys of all entries except the sinks as if their positions were larger by `by`."""
         pool = self._runner.storage.pool
         frequencies = self._runner.model.module.model.rotary_emb.inv_freq
         angles = torch.cat((frequencies, frequencies)) * by

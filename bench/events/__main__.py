@@ -3,8 +3,8 @@
     python -m bench.events --json FILE
 
 Sends prompts of which nothing is cached, one after another, in three passes: without subscribers; with as many
-subscribers as the server accepts, half of them slow and half stalled; and with many more clients, which the server
-refuses and which retry.
+subscribers as the server accepts, half of them slow and half stalled; and with many more clients, most of which the
+server refuses; these retry.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m bench.events.callers ADDRESS COUNT
 
 Prints `ACCEPTED REFUSED` when the first call of each caller was accepted or refused, and continues until stdin is
-closed. Refused callers retry after a second. Once accepted, every second caller reads ten batches per second; the
-others never read.
+closed. Callers whose call was refused or has ended retry after a second. Once accepted, every second caller reads at
+most ten batches per second; the others never read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Times routing decisions in a fleet that has a million blocks."""
+"""Times routing decisions in a fleet that has many cached blocks, in CPU time of the thread that decides."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class DecisionTimes:
         block_size: tokens per block.
         prompt_tokens: length of each prompt.
         decisions: number of decisions.
-        p50_us, p99_us, max_us: time to choose a replica.
-        remember_p50_us, remember_p99_us: time to record the choice, after it was returned to the caller.
-        event_us: mean time to read the batch of events of one request, which arrives after each decision.
+        p50_us, p99_us, max_us: CPU time to choose a replica.
+        remember_p50_us, remember_p99_us: CPU time to record the choice, after it was returned to the caller.
+        event_us: mean CPU time to read the batch of events of one request, which arrives after each decision.
     """
 
     replicas: int

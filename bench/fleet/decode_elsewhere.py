@@ -2,9 +2,9 @@
 
     python -m bench.fleet.decode_elsewhere [--generations 1000] [--json FILE]
 
-Two servers run the embedded model. The first one prefills and generates each prompt, and then the second one generates
-from the K/V of the first. After that, the K/V of one long prompt are fetched several times, in turn with a bare gRPC
-stream of as many messages of the same size. The exit status is 0 if all answers are equal.
+Two servers run the embedded model. For each prompt, the first one generates an answer and holds the K/V of the prompt,
+and the second one then generates from these K/V. After that, the K/V of one long prompt are fetched several times, in
+turn with a bare gRPC stream of as many messages of the same size. The exit status is 1 if answers differ.
 """
 
 from __future__ import annotations

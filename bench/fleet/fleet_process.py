@@ -20,7 +20,7 @@ _ANY_PROMPT = [1]
 
 
 class FleetProcess:
-    """`radixkv fleet` of the embedded model as a context manager. All its processes end with the block.
+    """`radixkv fleet` of the embedded model as a context manager. All its processes end with the `with` statement.
 
     Args:
         replicas: number of replicas.

@@ -23,7 +23,7 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes of the traffic. llm-d's are 150 groups of 5 with 6,000 + 1,200 tokens and 1,000 new ones.
+    """Sizes of the traffic. llm-d's benchmark has 150 groups of 5 prompts of 6,000 + 1,200 tokens, and 1,000 new ones.
 
     Attributes:
         groups: number of groups.
@@ -134,7 +134,7 @@ def ask_one(
 
 
 def summarize(outcomes: Sequence[PromptOutcome], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return the counts and times of the answered prompts of a pass."""
+    """Return the counts and times of a pass. Tokens and times to first token are those of answered prompts only."""
     first_ms = [1e3 * each.ttft_s for each in outcomes if each.ttft_s is not None and not each.error]
     cuts = statistics.quantiles(first_ms, n=100, method="inclusive") if len(first_ms) > 1 else [*first_ms] * 99
     answered = [len(prompt) for each, prompt in zip(outcomes, prompts, strict=True) if not each.error]

@@ -5,7 +5,7 @@ python -m bench.fleet.real [--json FILE] [--geometry 83x3,150x5] [--replicas 2] 
 
 The replicas serve the embedded model. The traffic is that of llm-d's benchmark, scaled down: groups of prompts with a
 common prefix, in random order. The cache of each replica can hold some of the groups. Two fleets, one per routing
-policy, are measured in turn, and both caches are purged before each pass:
+policy, are measured in turn, and the caches of a fleet are purged before each of its passes:
 
 1. Capacity: prompts per second in a closed loop.
 2. Open loop: prompts arrive at random times, at several rates. The rates are fractions of the capacity of round-robin.
@@ -136,7 +136,7 @@ def _pass(
 
 
 def call_costs(fleet: FleetProcess, prompt: Sequence[int], num_calls: int) -> dict[str, float]:
-    """Time a cached prompt through the ingress and directly, in turn, and `Route`. Medians, in milliseconds."""
+    """Time a cached prompt through the ingress and directly, and `Route`, in turn. Returns medians in milliseconds."""
     with Client(fleet.address) as client:
         for _ in range(3):
             client.prefill(prompt, tenant=_TENANT)

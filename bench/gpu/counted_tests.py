@@ -32,7 +32,7 @@ class OutcomeCounter:
     """A pytest plugin that counts the outcomes of tests by file.
 
     Args:
-        file: result file, written after each test; None for none.
+        file: result file, written after each phase of a test; None for none.
     """
 
     def __init__(self, file: Path | None) -> None:

@@ -65,6 +65,7 @@ def _imports() -> str:
 
     Raises:
         RuntimeError: a module cannot be imported; the message has the last line of the error.
+        subprocess.TimeoutExpired: the imports take longer than 30 seconds.
     """
     done = subprocess.run(
         [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=False, timeout=_LIMIT_S

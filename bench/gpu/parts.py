@@ -5,7 +5,8 @@ product   9 minutes  real servers over gRPC: exactness, tiers, TTFT, decoding; p
 look      2 minutes  the machine, and whether the warp-specialized kernel runs
 prefill   9 minutes  time to first token in fast mode (first for 64 new tokens that follow 8,192 cached ones, then for
                      the other sizes), then in exact mode; checks that exact mode is exact
-kernels   9 minutes  each kernel and its reference: attention first; the kernels' own tests; CUDA graphs
+kernels   9 minutes  each kernel except linear layers, and its reference: attention first; the kernels' own tests; CUDA
+                     graphs
 peers     9 minutes  attention of torch, cuDNN, FlashAttention 3 and SGLang; the cost of exact mode; bookkeeping; flex
                      and FlashInfer last
 """

@@ -9,7 +9,7 @@ from radixkv.model.attention.refused_attention import MODES, NAMES, NATIVE, VARI
 
 
 class PassedKernels:
-    """Attention kernels of a GPU that passed a trial of this run. All others are refused, whether tried or not."""
+    """Attention kernels of a GPU that passed a trial of this run. Other kernels that can be refused are refused."""
 
     def __init__(self) -> None:
         self._passed: set[tuple[str, str]] = set()
@@ -25,7 +25,7 @@ class PassedKernels:
         return any((name, mode) in self._passed for name in names for mode in MODES)
 
     def environment(self) -> dict[str, str]:
-        """Return the variable with which other processes do not use refused kernels; empty if no kernel was tried."""
+        """Return the variable with which other processes do not use refused kernels; empty before the first `note`."""
         if not self._has_tried:
             return {}
         on_gpu = [(name, mode) for name in NAMES if name != NATIVE for mode in MODES]

@@ -158,7 +158,8 @@ class PrefillBench:
         """Compute a prompt with the cache and without, and compare the answers. This also warms up.
 
         Returns:
-            The row so far, the prompt, and its logits; None if the answers differ.
+            The row so far, the prompt, and its logits; None for the logits if the answers differ, or if another number
+            of tokens was cached than the prefix has.
         """
         prompt = self.prompt(suffix_tokens, prefix_tokens)
         warm = self.ask(prompt, wants_logits=True)

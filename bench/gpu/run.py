@@ -77,7 +77,10 @@ def lay_out(folder: Path, sglang: Path | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Sequence[Stage]] = PARTS) -> int:
-    """Run the parts, print their output and a table of each. Returns 0 if all stages but optional ones succeeded."""
+    """Run the parts, print their output and a table of each.
+
+    Returns 0 if all stages succeeded, except optional ones that were not started.
+    """
     options = _parse(arguments, parts)
     options.out.mkdir(parents=True, exist_ok=True)
     is_good = True
@@ -124,7 +127,10 @@ class _PartRun:
         write_json(self._file, self._report)
 
     def run(self, stages: Sequence[Stage]) -> bool:
-        """Run the stages in turn until the time is over. Returns whether all stages succeeded, except optional ones."""
+        """Run the stages in turn until the time is over.
+
+        Returns whether all stages succeeded, except optional ones that were not started.
+        """
         report, is_good = self._report, True
         end_s = time.monotonic() + self._options.seconds * (_DRY_BUDGETS if self._options.dry_run else 1)
         print(f"== {report['part']}: {report['machine']['gpu'] or 'no GPU'}, {report['versions']}")

@@ -22,7 +22,7 @@ class Stage:
         tries_kernels: whether its rows report which attention kernels passed their trial.
         uses_passed_kernels: whether it uses only attention kernels that passed their trial.
         needs_kernels: attention kernels of which at least one must have passed; otherwise the stage is not started.
-        is_optional: whether the run succeeds without it if a module or kernel that it needs is missing.
+        is_optional: whether the run succeeds if this stage is not started, for example because a module is missing.
         servers: `start` for the stage that starts the servers of the part, `use` for a stage that needs them. They are
             stopped before any other stage.
     """

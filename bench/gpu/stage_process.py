@@ -40,7 +40,8 @@ def run_stage(
         command: arguments of `python`, without the result file.
         folder: folder with the import namespace; the stage's own files are written there too.
         budget_s: seconds after which the stage and all processes it started are killed.
-        report: called with the outcome so far, at most a tenth of a second after each row.
+        report: called with the outcome so far: about a tenth of a second after each row, and after some seconds if the
+            stage prints but writes no row.
         environment: variables of the stage, in addition to those of this process.
 
     Returns:

@@ -6,9 +6,9 @@ python -m bench.hostile [--attacks stalled unread] [--seconds 8] [--set server.m
 Server, attacker and well-behaved client are three processes. Real attackers have their own machines, so here the
 attacker gets only the CPU time that the others leave; with `--equal-priority` it competes with them. With `--apart` the
 attacker attacks a second server instead, so any slowdown of the well-behaved client is due to the shared machine, not
-to its own server. The bounds are multiples of the latency without an attack. By default the model takes no time, which
-makes the bounds as strict as possible; with `--step-ms` each step takes this long, as on a GPU. The exit status is 1 if
-an attack broke a bound.
+to its own server. `bench/hostile/verdict.py` has the bounds; that of the latency is a multiple of the latency without
+an attack. By default the model takes no time, which makes this bound as strict as possible; with `--step-ms` each step
+takes this long, as on a GPU. The exit status is 1 if an attack broke a bound.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 python -m bench.hostile.attacker NAME ADDRESS SECONDS SCALE HTTP_ADDRESS
 
-The process prepares the attack, prints a line, waits for a line on stdin, attacks, and prints what it observed as JSON.
+The process prepares the attack, waits for a line on stdin, and attacks. After the preparation and after the attack, it
+prints a line of JSON with what it observed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _ATTACK_TIMEOUT_S = 120.0
 
 
 class AttackerProcess:
-    """An attacker in a subprocess, as an asynchronous context manager. The process ends with the block.
+    """An attacker in a subprocess, as an asynchronous context manager. The process ends with the `with` statement.
 
     Args:
         name: name of the attack.

@@ -34,7 +34,8 @@ class Latencies:
 
     Attributes:
         p50_ms, p99_ms: latency of the answered calls; None if none was answered.
-        step_ms: median time that the server computed for a call; 0 over HTTP, which does not report it.
+        step_ms: median time that the server computed for a call; 0 over HTTP, which does not report it, and None if no
+            call was answered.
         calls: prompts sent.
         refusals: prompts that were not answered.
         statuses: number of calls by status and error message.

@@ -22,7 +22,7 @@ def memory_budget_mb(config: ServerConfig, num_connections: int) -> float:
 def broken_bounds(trial: Trial, budget_mb: float) -> list[str]:
     """Return the bounds that an attack broke, in words; empty if it broke none.
 
-    The well-behaved client's p99 is at most three times its p99 alone, plus two steps; none of its calls is refused;
+    The well-behaved client's p99 is at most three times its p99 alone, plus two steps; all of its calls are answered;
     memory is at most 1.3 times that of the idle server, plus a budget; the server is idle again 10 s after the attack.
 
     Args:

@@ -41,7 +41,7 @@ from radixkv.startup.build_engine import build_engine
 _WITHOUT, _AGAIN = "no store", "no store again"
 _STORES = ("host", "disk", "host and disk")
 _POOL_PROMPTS = 4
-_STORED_PROMPTS = 8  # capacity of a store; the header of each block takes more than the rest of the last one
+_STORED_PROMPTS = 8  # a store has the size of the K/V of this many prompts; blocks have headers, so fewer prompts fit
 _ALIKE_TOKENS = 4  # two prompts may begin with the same token by chance
 _TIMEOUT_S = 600.0
 _MAX_RATIO = 1.02  # maximum ratio for a miss
@@ -49,7 +49,7 @@ _HEADER = f"{'':16} {'TTFT p50':>11} {'of no store':>12} {'std. error':>11} {'pr
 
 
 class _Set(NamedTuple):
-    """Times of each prompt by engine, of engines that were started once, and the number of blocks that they saved."""
+    """Results of engines that were started once: times of each prompt, saved blocks by tier, and differing answers."""
 
     times: Mapping[str, Sequence[PromptTimes]]
     saved_blocks: Mapping[str, dict[str, int]]
@@ -174,7 +174,10 @@ def _row(name: str, sets: Sequence[_Set]) -> dict[str, Any]:
 
 
 def _summary(of_sets: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """Return the mean of the sets, its standard error if there are several, and whether it is within the bound."""
+    """Return the mean of the sets, its standard error if there are several, and whether it is surely within the bound.
+
+    It is if the mean and two standard errors are within the bound, and never for a single set.
+    """
     mean = float(of_sets.mean())
     error = float(of_sets.std(ddof=1)) / of_sets.size**0.5 if of_sets.size > 1 else None
     is_surely_within = error is not None and mean + 2 * error <= _MAX_RATIO

@@ -65,7 +65,7 @@ def all_modes(folder: Path, redis_url: str | None = None, mooncake_master: str |
     """Return the modes; those after the prefix cache keep evicted blocks, each in a different store.
 
     Args:
-        folder: an empty directory, for the disk tier and for a secret, with which no block of another run is found.
+        folder: an empty directory, for the disk tier and for a new secret, so that no block of another run is found.
         redis_url, mooncake_master: addresses of running stores; None to leave them out.
     """
     secret = folder / "secret"

@@ -1,4 +1,4 @@
-"""Draws the modes: time to first token over memory, a panel for each traffic."""
+"""Draws the times to first token of the modes, a panel for each traffic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLORS = ("#8a8f98", "#57606a", "#1769aa", "#a57fc4", "#d9480f", "#2f9e8f", "#b
 
 
 def draw_modes(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write a PNG with bars of the median time to first token and of the memory, for each mode and traffic."""
+    """Write a PNG with a bar for each mode and traffic: the median time to first token. Labels also name the memory."""
     names = list(dict.fromkeys(row["traffic"] for row in rows))
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(1, len(names), figsize=(12.5, 4.2), dpi=150, sharey=True, squeeze=False)

@@ -26,8 +26,8 @@ _ANSWERS: dict[bytes, Callable[[Sequence[bytes], bytes], bytes]] = {
 class SlowRedis:
     """A server on loopback that speaks Redis's protocol and stores nothing.
 
-    It runs on its own thread inside the `with` block. Each response is delayed; the responses of a pipeline are sent
-    together.
+    It runs on its own thread inside the `with` statement. Each response is sent after the same delay, so the responses
+    of a pipeline are sent almost together.
 
     Args:
         delay_s: seconds from a command to its response; None for no response.

@@ -3,8 +3,8 @@
     python -m bench.modes.slow_store [--json FILE]
 
 Each group of new prompts is computed by three engines in turn: without a store, with a Redis server that responds after
-2 s, and with one that never responds. The exit status is 0 if all answers are equal and each 99th percentile is within
-its bound: 1.1 times the 99th percentile without a store, plus the store's time limit.
+`--delay-s`, by default 2 s, and with one that never responds. The exit status is 0 if all answers are equal and each
+99th percentile is within its bound: 1.1 times the 99th percentile without a store, plus the store's time limit.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _engines(stack: contextlib.ExitStack, delay_s: float, prompt_tokens: int) ->
 def _measure_times(
     engines: dict[str, Engine], prompts: Sequence[bytes], at_once: int
 ) -> tuple[dict[str, npt.NDArray[np.float64]], int]:
-    """Return seconds to the first token of each engine and prompt, and the number of answers that differ."""
+    """Return seconds to the first token of each engine and prompt, and the number of prompts with differing answers."""
     times_s: dict[str, list[float]] = {name: [] for name in engines}
     num_different = 0
     for number, group in enumerate(_groups(prompts, at_once)):

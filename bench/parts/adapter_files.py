@@ -46,7 +46,7 @@ def write_adapters(model: str, folder: Path, num_adapters: int) -> list[str]:
 
 
 def _module(model: str) -> PreTrainedModel:
-    """Build a model on the meta device: its layers have names and shapes, but no weights."""
+    """Build a model; unless it is `tiny`, on the meta device, where layers have names and shapes, but no weights."""
     if model == "tiny":
         return build_tiny_model("eager")
     with torch.device("meta"):

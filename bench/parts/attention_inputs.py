@@ -151,7 +151,7 @@ def capacity_of(device: torch.device, head_dim: int) -> DeviceCapacity:
 
 
 def worst_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the maximum error of a vector relative to its norm; infinite if an element is not finite.
+    """Return the maximum error of a vector relative to its norm; at least 3e38 if an element of `got` is not finite.
 
     Args:
         got: `[..., head_dim]`.

@@ -71,8 +71,8 @@ def num_input_sets(set_bytes: int, cache_bytes: int) -> int:
 def measure(calls: Sequence[Call], device: torch.device) -> CallTiming:
     """Time calls that do the same work on different inputs, in turn, after a call of each to warm up.
 
-    A GPU first waits until the host has launched everything, so it never waits for a launch. On a CPU both times are
-    equal.
+    A GPU first waits until the host has launched everything, for at most 0.5 s, so that it does not wait for launches
+    later. On a CPU both times are equal.
 
     Args:
         calls: at least one. Their inputs and outputs together are larger than the cache.

@@ -24,13 +24,13 @@ _SHOWN_LOG_BYTES = 4000
 
 
 class GatewayProcess:
-    """A gateway subprocess as a context manager. The process ends with the block, also after an exception.
+    """A gateway subprocess as a context manager. The process ends with the `with` statement, also after an exception.
 
     It listens on two free local ports, for requests and for metrics, and routes by cached prefixes.
 
     Args:
         servers: addresses of servers with `gateway.enabled`, `HOST:PORT` each.
-        start_timeout_s: seconds until all of them must be registered.
+        start_timeout_s: seconds after which all of them must be healthy, and the tokenizer loaded.
 
     Attributes:
         metrics_url: its metrics for Prometheus; empty before it is started.
@@ -51,8 +51,8 @@ class GatewayProcess:
             Its URL, `http://HOST:PORT`.
 
         Raises:
-            ConfigError: the package is missing, or the servers were not registered in time. The message ends with the
-                gateway's log.
+            ConfigError: the package is missing, or the gateway ended, or it was not ready in time. In the last two
+                cases the message ends with the gateway's log.
         """
         try:
             return self._start()

@@ -1,4 +1,4 @@
-"""Sends prompts to a server, checks every answer, and records when it arrived."""
+"""Sends prompts to a server, checks the token counts of every answer, and records when it arrived."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ReplayTraffic:
     Attributes:
         tenant: tenant of all requests.
         use_cache: read and write the cache, or do neither.
-        concurrency: number of requests in flight at any time (closed loop); None to send each at its `arrival_s` (open
+        concurrency: maximum number of requests in flight (closed loop); None to send each at its `arrival_s` (open
             loop).
         timeout_s: deadline of each request.
         limit_s: the pass stops sending after this time. Requests that are still in flight after 1.25 times this time
@@ -74,7 +74,8 @@ class CallOutcome:
 
     Attributes:
         index: position of its prompt in the traffic.
-        status: `OK`, a gRPC status name, or `WRONG_ANSWER` if the token counts of the answer do not add up.
+        status: `OK`, a gRPC status name, or `WRONG_ANSWER` if the token counts of the answer do not add up, or if
+            tokens were cached in a pass without the cache.
         sent_s: time of the call, counted from the start of the pass.
         late_s: time from its arrival in the traffic to the call; 0 in a closed loop.
         ttft_s: time from the call to the answer.
@@ -99,7 +100,7 @@ class Pass:
 
     Attributes:
         outcomes: one for each request that was answered or failed, by increasing index.
-        wall_s: time from the first call to the end of the pass.
+        wall_s: duration of the pass.
         cpu_s: CPU time of the load generator.
         num_planned: requests that a pass without a limit would send.
         ended_by: why it ended.
@@ -144,7 +145,7 @@ async def replay(
         items: prompts with their arrival times.
         messages: one message for each item. Their tenant, adapter and cache flags are overwritten.
         traffic: how to send them.
-        on_answer: called after each answer.
+        on_answer: called after each answer or failure.
         order: indices of the prompts to send, in the order of sending; increasing in an open loop. None sends all.
         stop: ends the pass when it is set; requests in flight are abandoned.
         clock: seconds.

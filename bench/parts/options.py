@@ -72,7 +72,7 @@ class ReplayOptions:
         """Build the whole workload.
 
         Raises:
-            ConfigError: the trace or the tokenizer can't be read.
+            ConfigError: the trace or the tokenizer can't be read, or the tokenizer has no chat template.
         """
         if self.trace is not None:
             items = mooncake(load_trace(self.trace, limit=self.limit), self.vocab_size, self.scale)

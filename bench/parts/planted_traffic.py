@@ -1,4 +1,4 @@
-"""Traffic of agents in which a known share of the requests has one known fault, and the same traffic without it."""
+"""Traffic of agents in which a share of the requests has one known fault, and the same traffic without it."""
 
 from __future__ import annotations
 
@@ -237,13 +237,13 @@ FAULTS = (
 
 @dataclass
 class Traffic:
-    """Sessions of agents whose requests alternate.
+    """Sessions of agents, whose requests are sent in random order; those of each session are in sequence.
 
     Args:
         tokenizer: encodes the prompts.
         num_sessions: number of conversations.
         num_turns: requests of each conversation.
-        seed: of the texts and their order.
+        seed: seed of all random choices.
     """
 
     tokenizer: Tokenizer

@@ -13,15 +13,16 @@ from bench.parts.load_generator import OK, CallOutcome, Pass
 
 Summary = dict[str, Any]
 
-# A ratio of medians over fewer requests is not reported.
+# Ratios over fewer requests are not reported, unless the traffic or `--baseline-requests` has fewer.
 MIN_COMPARED = 16
 
 
 def summarize(replayed: Pass) -> Summary:
     """Reduce a pass to its numbers.
 
-    Tokens, times and rates count answered requests only. A number without any answered request is None. `requests`
-    counts those that were answered or failed, of `requests_planned`; `ended_by` says why the pass ended.
+    Tokens, rates, TTFT and the times of the server are those of answered requests only; without any, rates and
+    distributions are None. `requests` counts those that were answered or failed, of `requests_planned`; `ended_by` says
+    why the pass ended.
     """
     answered = [outcome for outcome in replayed.outcomes if outcome.status == OK]
     prompt_tokens = sum(outcome.prompt_tokens for outcome in answered)

@@ -33,7 +33,7 @@ def serve_command(model: str | None, device: str | None, settings: Sequence[str]
 
 
 class ServerProcess:
-    """A server subprocess as a context manager. The process ends with the block, also after an exception.
+    """A server subprocess as a context manager. The process ends with the `with` statement, also after an exception.
 
     The process has its own session, so Ctrl-C at the terminal reaches only the benchmark, which then stops the server
     with SIGTERM.
@@ -71,8 +71,8 @@ class ServerProcess:
             The server's address, `HOST:PORT`.
 
         Raises:
-            ConfigError: the server cannot be started, ended, or did not listen in time. The message ends with its
-                stderr.
+            ConfigError: the server cannot be started, ended, or did not listen in time. In the last two cases the
+                message ends with its stderr.
         """
         try:
             return self._start()
@@ -97,7 +97,7 @@ class ServerProcess:
 
     @property
     def cpu_s(self) -> float | None:
-        """CPU seconds that the process has used; None without /proc."""
+        """CPU seconds that the process has used; None without /proc, or if there is no such process."""
         try:
             after_name = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
             return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")

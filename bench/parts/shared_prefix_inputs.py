@@ -41,7 +41,7 @@ class SharedPrefix:
         return f"{self.num_requests} decode after {self.prefix_tokens} shared{mode}"
 
     def modes(self, may_specialize: bool) -> list[SharedPrefix]:
-        """List the same requests in fast mode, in exact mode, and with specialized warps if these are supported."""
+        """List the same requests in fast mode, in exact mode, and in exact mode with specialized warps if possible."""
         exact = replace(self, is_exact=True)
         return [self, exact, *[replace(exact, is_specialized=True)] * may_specialize]
 

@@ -1,8 +1,8 @@
 """Runs vLLM on the CPU with the KV connector of radixkv, in a process per task, for `bench.vllm_tier`.
 
 It reads tasks from standard input, one JSON object per line, and forks a process for each, so that vLLM is imported
-only once. The process prints JSON lines to the file descriptor that `--answers` names: its process id, then the answer
-to each prompt. It can be killed at any time.
+only once. Each process prints JSON lines to the file descriptor that `--answers` names: its process id, the answer to
+each prompt, and counts of the tier. It can be killed at any time.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ def run(task: dict[str, Any], answers: int) -> None:
     Args:
         task: `model`, a directory; `tier`, options of the connector, or None for vLLM alone; `prompts`, numbers of
             prompts; `changed`, the position of a token to change in each prompt, or None; `times`, how often each
-            prompt is repeated; `num_blocks`, blocks of vLLM, or None; `lost`, the fraction of the disk's reads that
-            find nothing, or 1 for a disk that fails; `is_endless`, whether to continue with further prompts until the
-            process is killed; `first_endless`, n if the first of these prompts has the number -n.
+            prompt is answered, by default once, if not `is_batch`; `num_blocks`, blocks of vLLM, or None; `lost`, the
+            fraction of the disk's reads that find nothing, or 1 for a disk that fails; `is_endless`, whether to
+            continue with further prompts until the process is killed; `first_endless`, n if the first of these prompts
+            has the number -n.
         answers: file descriptor for the JSON lines.
     """
     from vllm import LLM, SamplingParams

@@ -56,7 +56,7 @@ def shared_prefix(
 
 
 def mooncake(requests: Sequence[TraceRequest], vocab_size: int, scale: float = 1.0) -> list[WorkItem]:
-    """Generate the prompts of a trace, in its order. They arrive at its timestamps, relative to the first one."""
+    """Generate the prompts of a trace, in its order. They arrive at its timestamps, relative to the earliest one."""
     start_ms = min(request.timestamp_ms for request in requests)
     return [
         WorkItem((request.timestamp_ms - start_ms) / 1000, prompt_tokens(request, vocab_size=vocab_size, scale=scale))

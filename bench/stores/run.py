@@ -37,7 +37,8 @@ class StoreRow:
         direction: save, load, or load cold.
         ratio: bytes per second of the store divided by those of its peer in the same round.
         store_gb_s, peer_gb_s: 10^9 bytes per second.
-        verified_ratio: the ratio to a peer that also computes checksums, but has no threads, keys and headers.
+        verified_ratio: the ratio to a peer that also computes checksums, but has no threads, keys and headers; None if
+            it was not measured.
     """
 
     name: str
@@ -131,7 +132,7 @@ class Blocks:
 def measure(store: BenchedStore, blocks: Blocks, num_rounds: int) -> list[StoreRow]:
     """Measure a store and its peer in turn, after a first round that is not counted. Closes the store.
 
-    Before each save and each cold load, everything is written to disk and evicted from the page cache.
+    Before each save to a disk and each cold load, everything is written to the disk and evicted from the page cache.
     """
     tier = Tier(store.name, ThreadedStore(store.backend), blocks.format.payload_bytes)
     targets = [target.data for target in blocks.targets]

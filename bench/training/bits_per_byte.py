@@ -2,8 +2,8 @@
 
 python -m bench.training.bits_per_byte --json bench/results/bits_per_byte.json
 
-Each predictor is measured twice: without any training, and after reading the text that the model was trained on. A
-bigram model keeps learning while it reads; the weights of the embedded model do not change.
+Compressors and bigrams are measured twice: without any training, and after reading the text that the model was trained
+on. A bigram model keeps learning while it reads; the weights of the embedded model do not change.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PredictorRow:
 
 
 def measure(held_out: list[Document], training: list[Document]) -> Iterator[PredictorRow]:
-    """Yield a row for each predictor."""
+    """Yield two rows for each compressor and for bigrams, without and with the training text, and one for the model."""
     before = "\f".join(document.text for document in training).encode()
     for name, size in COMPRESSORS.items():
         for known in (b"", before):

@@ -11,7 +11,7 @@ _LAST = 0.02  # last learning rate, as a share of the highest one
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """A budget of compute time or of steps. Runs with the same number of steps have the same learning rates.
+    """A budget of compute time or of steps. Runs with the same budget of steps have the same learning rates.
 
     Attributes:
         seconds: seconds of training, without interruptions; None for a budget of steps.

@@ -28,7 +28,7 @@ class Progress:
     Attributes:
         steps: number of completed steps.
         seconds: time spent in steps, including those before a restart.
-        loss: loss of the last step in nats per token.
+        loss: loss of the last step in nats per token; infinite before the first step.
     """
 
     steps: int
@@ -46,8 +46,11 @@ class Trainer:
         module: the model, float32.
         sequences: the training sequences.
         pace: the budget.
-        checkpoint: a file that is written periodically, and read if it exists; None for none.
+        checkpoint: a file that `save` writes, and that is read now if it exists; None for none.
         now_s: clock in seconds.
+
+    Raises:
+        ValueError: the checkpoint is that of a run with another seed.
     """
 
     def __init__(

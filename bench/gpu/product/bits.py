@@ -77,7 +77,7 @@ def describe_difference(expected: PrefillResponse, got: PrefillResponse) -> str:
 
 
 def main() -> int:
-    """Compare all cases. Returns 1 if an answer differs."""
+    """Compare all cases. Returns 1 if an answer differs, or if the server does not run."""
     report = open_report("Compare answers bit for bit, cold, warm, and next to other requests.")
     sizes = _DRY_SIZES if report.is_dry_run else _SIZES
     summary = asyncio.run(_run(report, sizes))

@@ -58,7 +58,7 @@ class TimedGeneration:
 
 
 def main() -> int:
-    """Measure both servers. Returns 1 if the tokens of a request on server E depend on its batch."""
+    """Measure both servers. Returns 1 if a request failed, or if its tokens on server E depend on its batch."""
     report = open_report("Time decoding by the number of requests that share a prefix.")
     return report.finish(asyncio.run(_run(report, _DRY_SIZES if report.is_dry_run else _SIZES)))
 

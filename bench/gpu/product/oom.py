@@ -54,7 +54,10 @@ _DRY_BALLAST = 'import sys; print("holding nothing", flush=True); sys.stdin.read
 
 
 def main() -> int:
-    """Start the server, take the memory, send prompts. Returns 1 if an answer is wrong, or if the server ends."""
+    """Start the server, take the memory, send prompts.
+
+    Returns 1 if an answer is wrong, if the server does not start or ends, or if its pool takes too much memory.
+    """
     report = open_report("Take the free memory of the device while a server processes prompts.")
     use_triton_cache()
     return report.finish(asyncio.run(_run(report)))
@@ -85,7 +88,7 @@ async def _run(report: StageReport) -> str:
 
 
 async def _ask_without_memory(report: StageReport, server: ProductServer, vocab_size: int) -> None:
-    """Send prompts while no memory is free, then again with free memory, and compare.
+    """Send prompts while almost no memory is free, then again with free memory, and compare.
 
     The order matters: the first large step allocates memory that PyTorch keeps, and later steps of its size need none.
     """

@@ -95,7 +95,7 @@ class ProductServer:
         return _is_running(self.pid)
 
     def log_lines(self) -> list[tuple[float, str]]:
-        """Return the lines of its log so far, each with the seconds since the process was started."""
+        """Return the messages in its log so far, each with the seconds since the process was started."""
         lines = []
         for line in _log_file(self.name).read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a library's warning is not JSON
@@ -111,7 +111,7 @@ class ProductServer:
         return {name: float(value) for name, value in _METRIC.findall(text)}
 
     def stop(self) -> None:
-        """End the process with SIGTERM, and with SIGKILL if it does not end soon."""
+        """End the process with SIGTERM, or after a timeout with SIGKILL, which also ends what is left of its group."""
         for signal_number, wait_s in ((signal.SIGTERM, _SIGTERM_WAIT_S), (signal.SIGKILL, _SIGTERM_WAIT_S)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal_number)

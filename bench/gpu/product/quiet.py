@@ -1,4 +1,4 @@
-"""Checks that servers E and F compiled no kernel while they served, and that about as much device memory is used.
+"""Checks that servers E and F compiled no kernel while they served, and use about as much memory as at their start.
 
 python -m bench.gpu.product.quiet --json build/quiet.json
 """
@@ -17,7 +17,7 @@ _FAILURES = "radixkv_step_failures_total"
 
 
 def main() -> int:
-    """Check compilations, memory and metrics. Returns 1 if a server compiled a kernel or grew."""
+    """Check compilations, memory and metrics. Returns 1 if a kernel was compiled, memory changed, or a step failed."""
     report = open_report("Check that the servers compiled nothing and did not grow.")
     since = read_state().get("quiet_since", {})
     with report.row("kernels compiled after the start") as row:

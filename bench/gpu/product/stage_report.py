@@ -17,8 +17,9 @@ _MAX_REASON_CHARACTERS = 500  # more than a message of `ProductServer` that ends
 class StageReport:
     """The rows of a stage.
 
-    Every row has a `name`, the flag `is_right`, and a `text` to print. A row that could not be measured has a `reason`.
-    Rows with a target for speed also have `is_goal_met`; it is None in a dry run, whose times are meaningless.
+    Every row has a `name`, the flag `is_right`, and a `text` to print. A row that could not be measured has a `reason`,
+    and other rows that are not right may have one. Rows with a target for speed also have `is_goal_met`; it is None in
+    a dry run, whose times are meaningless.
 
     Args:
         file: the stage's result file; None for none.
@@ -32,7 +33,7 @@ class StageReport:
 
     @contextlib.contextmanager
     def row(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield a row to fill. An exception ends the block and becomes the `reason` of the row."""
+        """Yield a row to fill. An exception ends the `with` statement and becomes the `reason` of the row."""
         row: dict[str, Any] = {"name": name, "is_right": True, "text": ""}
         try:
             yield row

@@ -38,7 +38,7 @@ class TierSizes:
         to_host: prompts that fill the pool twice over.
         to_disk: prompts after which the host tier has evicted some blocks to disk.
         loaded: number of prompts to load from each tier.
-        max_sent: maximum number of prompts to send again until so many of them were loaded.
+        max_sent: maximum number of prompts that are sent again to load this number from a tier.
     """
 
     prompt_tokens: int
@@ -81,7 +81,7 @@ class TierTraffic:
         return statistics.median(first.seconds for _, first in self._answered)
 
     async def fill(self, count: int) -> dict[str, float]:
-        """Prefill new prompts until there are this many. Returns the seconds that it took, and what was saved."""
+        """Prefill new prompts until there are `count` in total. Returns the seconds, and the rate of saving in GB/s."""
         before = await self._client.stats()
         start_s = time.monotonic()
         slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
@@ -107,8 +107,9 @@ class TierTraffic:
         """Send the oldest prompts again until enough of them were loaded from a tier.
 
         Returns:
-            The number of prompts that were sent, loaded, and answered with other bits, and the times of responses whose
-            prefix was loaded, was on the device, or was recomputed.
+            The number of prompts that were sent and that were loaded; the blocks that were computed instead; the first
+            difference between answers, None if there is none; and, if prompts were loaded, the times of responses whose
+            prefix was loaded, was on the device, or was recomputed, and the rate of loading.
         """
         before = await self._client.stats()
         loads: list[TimedAnswer] = []

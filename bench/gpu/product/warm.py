@@ -131,7 +131,7 @@ def _copy_gb_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def _write_checkpoint(report: StageReport) -> None:
-    """Save the model to serve: a random Llama of 2.9 billion parameters; in a dry run the embedded model."""
+    """Save the model to serve, a random Llama of 2.9 billion parameters. A dry run serves the embedded model."""
     with report.row("checkpoint") as row:
         start_s = time.monotonic()
         if report.is_dry_run:

@@ -46,7 +46,7 @@ class Attack:
         prepare: fills the cache before the well-behaved client starts.
         settings: settings of the server, as `section.key=value`.
         vocab_size: vocabulary size of the model.
-        num_connections: number of connections that it opens.
+        num_connections: maximum number of connections that it has open at the same time.
         is_http: whether it attacks the HTTP port.
     """
 

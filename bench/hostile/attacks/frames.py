@@ -21,7 +21,7 @@ _READ_BYTES = 65_536
 
 
 class RawConnection:
-    """One connection to a server on loopback. It reads nothing unless `read_status` or `discard` is called.
+    """One connection to a server. After `open`, it reads nothing unless `read_status` or `discard` is called.
 
     Args:
         reader, writer: the two directions.
@@ -94,7 +94,7 @@ class RawConnection:
             message: sent immediately; None to send none.
             announced_bytes: length in the message's prefix; the true one by default. With a larger one, the call stays
                 open.
-            headers: additional header fields.
+            headers: header fields that are added or that replace usual ones; see `block`.
             is_compressed: the value of the message's compressed flag.
         """
         stream, self._next_stream = self._next_stream, self._next_stream + 2
@@ -139,7 +139,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def block(path: str | bytes, headers: Mapping[str, str | bytes] | None = None) -> bytes:
-    """Return the header block that begins a gRPC call. `headers` replace the usual fields."""
+    """Return the header block that begins a gRPC call. `headers` add fields, or replace usual ones of the same name."""
     fields: dict[str, str | bytes] = {
         ":method": "POST",
         ":scheme": "http",

@@ -20,7 +20,7 @@ async def held_prompt(target: Target) -> Figures:
 
 
 async def held_pool(target: Target) -> Figures:
-    """Hold leases of different prompts of 1,024 tokens, which together would fill four pools of the default size."""
+    """Hold leases of different prompts of 1,024 tokens, which would fill four pools of the default size."""
     numbers = range(_NUM_POOLS * 131_072 // 1024)
     prompts = (
         prefill_pb2.PrefillRequest(

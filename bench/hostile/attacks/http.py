@@ -20,7 +20,7 @@ _MALFORMED = (
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
 )
-_NUM_LARGE_TOKENS = 290_000  # more than any pool holds
+_NUM_LARGE_TOKENS = 290_000  # more than a pool of default size holds on a CPU
 
 
 async def idle(target: Target) -> Figures:
@@ -51,7 +51,7 @@ async def unread(target: Target) -> Figures:
 
 
 async def malformed(target: Target) -> Figures:
-    """Send data that is not HTTP, bodies that are not JSON, and JSON nested 20,000 levels deep."""
+    """Send data that is not valid HTTP, bodies that are not JSON, and JSON nested 20,000 levels deep."""
     return await _repeat(target, 8, (*_MALFORMED, _request_of(b"{"), _request_of(b"[" * 20_000)))
 
 
@@ -63,12 +63,12 @@ async def huge_headers(target: Target) -> Figures:
 
 
 async def large_bodies(target: Target) -> Figures:
-    """Send prompts that no pool can hold."""
+    """Send prompts that are longer than the server's pool."""
     return await _repeat(target, 8, (_request({"prompt": [65] * _NUM_LARGE_TOKENS}),))
 
 
 async def refused(target: Target) -> Figures:
-    """Send requests that are refused, one after the other on 20 connections."""
+    """Send requests that are refused, 20 at a time, each on a new connection."""
     return await _repeat(target, 20, (_request({"prompt": 1}),))
 
 

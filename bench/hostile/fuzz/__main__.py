@@ -2,8 +2,8 @@
 
 python -m bench.hostile.fuzz [--calls 100000] [--connections 10000] [--seed 1] [--json FILE]
 
-The exit status is 1 if a call ended with an undocumented status, or the server's memory grew by more than 64 MB after
-the warm-up.
+The exit status is 1 if a call or a raw connection ended with an undocumented status, or if the server's memory grew by
+more than 64 MB after the warm-up.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def search(num_trials: int, seed: int) -> Isolation:
         order = numbers.choice(len(NAMESPACES), 1 + min(_OTHERS, num_trials - trials), replace=False)
         owner, *others = (NAMESPACES[index] for index in order)
         tail = numbers.integers(0, 50_000, _TAIL_TOKENS).astype("<u4")
-        tail[0] = controls  # no two prompts share it by chance
+        tail[0] = controls  # so that no two prompts share more than the head by chance
         prompt = head + tail.tobytes()
         num_tokens = len(prompt) // 4
         with cache.lease(owner, prompt) as lease:

@@ -15,7 +15,7 @@ _WORKERS = "bench.parts.peers.workers"
 
 @dataclass(frozen=True, slots=True)
 class PeerSetting:
-    """A checkpoint, and the dtype and threads with which it runs. Only rows of the same setting are compared.
+    """A checkpoint, and the dtype and threads with which it runs. Engines are compared only within a setting.
 
     Attributes:
         model: llama or tiny.

@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 def load_without_package(wheel: Path, name: str, stand_ins: Mapping[str, ModuleType]) -> ModuleType:
-    """Import one module without importing the packages that contain it. `sys.modules` is restored afterwards.
+    """Import one module without importing the packages that contain it. Afterwards `sys.modules` has none of SGLang.
 
     Empty modules replace its parent packages and those of the stand-ins, so no `__init__.py` of SGLang is run.
 

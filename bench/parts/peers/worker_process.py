@@ -31,7 +31,7 @@ class PeerMeasurement:
 
 
 class WorkerProcess:
-    """A worker subprocess as a context manager. It is stopped after the block, with all processes that it started.
+    """A worker subprocess as a context manager, which stops it at the end, with all processes that it started.
 
     It has its own session, so Ctrl-C at the terminal reaches only the benchmark.
 
@@ -89,7 +89,7 @@ class WorkerProcess:
         """Read the first line.
 
         Raises:
-            WorkerFailed: the worker ended, or printed another line.
+            WorkerFailed: the worker ended, printed another line, or none in time.
         """
         ready = self._read()
         if not isinstance(ready, Ready):
@@ -100,7 +100,7 @@ class WorkerProcess:
         """Send a task and wait for its answers.
 
         Raises:
-            WorkerFailed: the worker crashed, failed at the task, or returned a wrong number of tokens.
+            WorkerFailed: the worker crashed, failed at the task, took too long, or returned a wrong number of tokens.
         """
         assert self._process is not None
         assert self._process.stdin is not None

