@@ -24,7 +24,7 @@ def require_tokens(tokens: bytes) -> None:
 def shared_bytes(segment: bytes, tokens: bytes, position: int) -> int:
     """Return the length in bytes of the common prefix of `segment` and `tokens[position:]`, in whole tokens.
 
-    Complexity: a memory comparison of the common part, or a few times the work if it ends inside the segment.
+    Complexity: one memory comparison if all of `segment` matches, otherwise a few of the common part.
 
     Example:
         >>> shared_bytes(b"aaaabbbbcccc", b"....aaaabbbbxxxx", 4)
@@ -32,7 +32,7 @@ def shared_bytes(segment: bytes, tokens: bytes, position: int) -> int:
     """
     if tokens.startswith(segment, position):
         return len(segment)
-    if segment[:TOKEN_BYTES] != tokens[position : position + TOKEN_BYTES]:  # usually; takes 0.1 us instead of 2 us
+    if segment[:TOKEN_BYTES] != tokens[position : position + TOKEN_BYTES]:  # the usual case: 0.1 us instead of 2
         return 0
     num_tokens = min(len(segment), len(tokens) - position) // TOKEN_BYTES
     start, window = 0, _FIRST_WINDOW_TOKENS

@@ -21,7 +21,7 @@ from bench.hostile.attacker import AttackerProcess
 from bench.hostile.attacks.attack import Target
 from bench.hostile.attacks.by_name import ATTACKS
 from bench.hostile.trial import calls_alone, well_behaved_calls
-from bench.hostile.verdict import TIMES_ALONE
+from bench.hostile.verdict import MAX_P99_RATIO
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess
@@ -60,7 +60,7 @@ def _row(name: str, seconds: float, *, has_low_priority: bool) -> dict[str, Any]
     print(
         f"{name:<10} alone p50 {alone['p50_ms']:.1f} p99 {alone['p99_ms']:.1f} ms, "
         f"attack p50 {attacked['p50_ms']:.1f} p99 {attacked['p99_ms']:.1f} ms, "
-        f"bound {TIMES_ALONE * alone['p99_ms']:.1f} ms, refused {attacked['refusals']}; {row['observed']}",
+        f"bound {MAX_P99_RATIO * alone['p99_ms']:.1f} ms, refused {attacked['refusals']}; {row['observed']}",
         flush=True,
     )
     return row

@@ -6,14 +6,17 @@ from bench.hostile.trial import Trial
 from radixkv.config import ServerConfig
 from radixkv.service.server.receive.grpc_options import WINDOW_BYTES
 
-TIMES_ALONE = 3.0  # of the well-behaved client's p99
+MAX_P99_RATIO = 3.0  # of the well-behaved client's p99 during an attack to its p99 alone
 _NUM_STEPS = 2
-_TIMES_IDLE_MEMORY = 1.3
-_MAX_IDLE_S = 10.0
+_MAX_MEMORY_RATIO = 1.3
+_MAX_TIME_TO_IDLE_S = 10.0
 
 
 def memory_budget_mb(config: ServerConfig, num_connections: int) -> float:
-    """Return the memory beyond idle that the bounds of a server allow; see the README of service.server.receive."""
+    """Return how much more memory than when idle a server may take according to its limits.
+
+    The README of service.server.receive has the sum, here without its case of four messages of the maximum size.
+    """
     num_waiting = min(2 * config.max_calls, num_connections * config.max_connection_calls)
     windows = (num_waiting + num_connections) * WINDOW_BYTES
     return (config.max_receiving_bytes + 2 * config.max_held_bytes + windows) / 1e6
@@ -33,12 +36,12 @@ def broken_bounds(trial: Trial, budget_mb: float) -> list[str]:
     alone, under_attack = trial.alone, trial.under_attack
     if alone.p99_ms is None or alone.step_ms is None or under_attack.p99_ms is None:
         broken.append("no answers")
-    elif under_attack.p99_ms > (max_ms := TIMES_ALONE * alone.p99_ms + _NUM_STEPS * alone.step_ms):
+    elif under_attack.p99_ms > (max_ms := MAX_P99_RATIO * alone.p99_ms + _NUM_STEPS * alone.step_ms):
         broken.append(f"p99 above {max_ms:.1f} ms")
     if under_attack.refusals:
         broken.append("refusals")
-    if trial.peak_mb > (max_mb := _TIMES_IDLE_MEMORY * trial.idle_mb + budget_mb):
+    if trial.peak_mb > (max_mb := _MAX_MEMORY_RATIO * trial.idle_mb + budget_mb):
         broken.append(f"peak above {max_mb:.0f} MB")
-    if trial.idle_after_s is None or trial.idle_after_s > _MAX_IDLE_S:
-        broken.append(f"busy after {_MAX_IDLE_S:g} s")
+    if trial.idle_after_s is None or trial.idle_after_s > _MAX_TIME_TO_IDLE_S:
+        broken.append(f"busy after {_MAX_TIME_TO_IDLE_S:g} s")
     return broken

@@ -48,8 +48,9 @@ _STEP_TOKENS = (0, 1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class Metrics(Observer):
     """Counts calls, requests, tokens and steps in a registry of its own.
 
-    Time series are created in advance, except those of tenants without a section and of classes of errors. Counting a
-    request looks up its tenant; counting a step looks up nothing.
+    Time series are created in advance, except those whose label is a tenant without a section or a class of errors.
+    Counting a finished request looks up the series of its tenant, and counting a failed or refused one that of its
+    class of error; counting a step looks up nothing.
 
     Args:
         tenants: tenants that get their own token counters, in addition to the first `MAX_UNKNOWN_TENANTS` others.

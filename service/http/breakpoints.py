@@ -12,7 +12,7 @@ from radixkv.service.server.calls import Context
 from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import PrefillRequest
 
-# Returns the token ids of messages, without the beginning of an answer.
+# Returns the token ids of messages, without a generation prompt.
 Encode = Callable[[Sequence[Mapping[str, Any]]], Sequence[int]]
 
 
@@ -32,9 +32,9 @@ class Breakpoint:
     """The end of a content part up to which the prompt should be retained.
 
     Attributes:
-        num_messages: number of messages before the position, including the system prompt and the last, partial one; 0
-            for a position after the tools.
-        num_parts: number of content parts of the last of these messages before the position. Tool calls are at the end
+        num_messages: number of messages that begin before the position, including the system prompt and the message
+            that contains the position; 0 if the position is after the tools, which precede all messages.
+        num_parts: number of content parts before the position in the last of these messages. Tool calls are at the end
             of their message.
         ttl_s: seconds of retention. This time starts again with each later request that finds the range on the device.
     """
@@ -45,19 +45,19 @@ class Breakpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class CachedRange:
+class RetainedRange:
     """The first tokens of a prompt, and the seconds for which they should be retained."""
 
     num_tokens: int
     ttl_s: int
 
 
-def cached_ranges(
+def retained_ranges(
     breakpoints: Sequence[Breakpoint],
     messages: Sequence[Mapping[str, Any]],
     token_ids: Sequence[int],
     encode: Encode,
-) -> list[CachedRange]:
+) -> list[RetainedRange]:
     """Return the range of tokens before each breakpoint, without empty ones.
 
     Args:
@@ -66,7 +66,7 @@ def cached_ranges(
         token_ids: token ids of the conversation.
         encode: see `Encode`.
     """
-    ranges = (CachedRange(_num_tokens(each, messages, token_ids, encode), each.ttl_s) for each in breakpoints)
+    ranges = (RetainedRange(_num_tokens(each, messages, token_ids, encode), each.ttl_s) for each in breakpoints)
     return [each for each in ranges if each.num_tokens]
 
 
@@ -90,7 +90,7 @@ def _num_tokens(
 
 async def retained_chunks(
     chunks: AsyncGenerator[CompletionChunk, None],
-    ranges: Sequence[CachedRange],
+    ranges: Sequence[RetainedRange],
     prefill: PrefillRequest,
     retain: Retain,
     call: Context,
@@ -98,7 +98,8 @@ async def retained_chunks(
     """Yield the chunks of a completion, and retain ranges of its prompt.
 
     The request itself carries one retention, that of the longest range. Shorter ranges with a longer time are retained
-    before the first chunk is yielded, because the prompt is cached when its first token is known.
+    before the first chunk is yielded, because the prompt is cached when the first token of
+    the completion is known.
 
     Args:
         chunks: chunks of the completion, which starts when the first one is requested.
@@ -116,11 +117,11 @@ async def retained_chunks(
             yield chunk
 
 
-def _request_retention(prefill: PrefillRequest, ranges: Sequence[CachedRange]) -> list[CachedRange]:
+def _request_retention(prefill: PrefillRequest, ranges: Sequence[RetainedRange]) -> list[RetainedRange]:
     """Request the retention of the longest range. Returns the other ranges that are to be retained for longer."""
     whole_s = prefill.retention.ttl.seconds
-    whole = [CachedRange(len(prefill.token_ids), whole_s)] if whole_s else []
-    lasting: list[CachedRange] = []
+    whole = [RetainedRange(len(prefill.token_ids), whole_s)] if whole_s else []
+    lasting: list[RetainedRange] = []
     for each in reversed([*ranges, *whole]):
         if not lasting or each.ttl_s > lasting[-1].ttl_s:
             lasting.append(each)
@@ -133,7 +134,7 @@ def _request_retention(prefill: PrefillRequest, ranges: Sequence[CachedRange]) -
     return lasting[1:]
 
 
-def _retain_request(cached: CachedRange, prefill: PrefillRequest) -> RetainRequest:
+def _retain_request(cached: RetainedRange, prefill: PrefillRequest) -> RetainRequest:
     request = RetainRequest(
         token_ids=prefill.token_ids[: cached.num_tokens],
         tenant=prefill.tenant,

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from radixkv.api.limits import Limits
 from radixkv.service.http.api_request import ApiRequest
-from radixkv.service.http.breakpoints import CachedRange, Retain, retained_chunks
+from radixkv.service.http.breakpoints import Retain, RetainedRange, retained_chunks
 from radixkv.service.http.completions import CompletionChunk, Servicer, text_chunks
 from radixkv.service.http.prompts import PromptEncoder
 from radixkv.service.http.tools import EncodedChat
@@ -84,7 +84,7 @@ class Completer:
         generate: GenerateRequest,
         stops: Sequence[str],
         shown: Mapping[int, str],
-        ranges: Sequence[CachedRange],
+        ranges: Sequence[RetainedRange],
     ) -> AsyncGenerator[CompletionChunk, None]:
         """Return the chunks of the completions of a prompt, which start when the first one is requested.
 

@@ -19,7 +19,7 @@ from radixkv.api.limits import Limits
 from radixkv.errors import InvalidRequest, PromptTooLong, UnknownAdapter
 from radixkv.service.field_names import prompt_field_names
 from radixkv.service.http.api_request import ApiRequest
-from radixkv.service.http.breakpoints import CachedRange
+from radixkv.service.http.breakpoints import RetainedRange
 from radixkv.service.http.completer import Completer
 from radixkv.service.http.completions import CompletionChunk, merge_chunks
 from radixkv.service.http.json_fields import Fields
@@ -92,7 +92,7 @@ class OpenAIApi:
         options: CompletionOptions,
         body_format: _ChatFormat,
         generates: Sequence[GenerateRequest],
-        ranges: Sequence[CachedRange] = (),
+        ranges: Sequence[RetainedRange] = (),
     ) -> web.StreamResponse:
         completer = self._completer
         tokenizer = await completer.encoder.tokenizer()

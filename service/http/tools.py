@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from radixkv.errors import InvalidRequest
-from radixkv.service.http.breakpoints import Breakpoint, CachedRange, cached_ranges
+from radixkv.service.http.breakpoints import Breakpoint, RetainedRange, retained_ranges
 from radixkv.service.structured.grammar_text import MAX_CHARS, GrammarText
 from radixkv.service.text.answer_format import AnswerFormat, AnswerParts
 from radixkv.service.text.answer_grammar import calls_or_answer, forced_calls, strict_calls
@@ -98,7 +98,7 @@ class EncodedChat:
     tools: Tools
     is_open: bool | None
     is_text: bool = False
-    ranges: Sequence[CachedRange] = ()
+    ranges: Sequence[RetainedRange] = ()
 
     @classmethod
     def encode(cls, text: str, tokenizer: Tokenizer, form: AnswerFormat, tools: Tools) -> EncodedChat:
@@ -128,7 +128,7 @@ class EncodedChat:
         def encode(shortened: Sequence[Mapping[str, Any]]) -> list[int]:
             return tokenizer.encode_rendered(render(shortened, add_generation_prompt=False))
 
-        return replace(self, ranges=cached_ranges(breakpoints, messages, self.token_ids, encode))
+        return replace(self, ranges=retained_ranges(breakpoints, messages, self.token_ids, encode))
 
     @property
     def has_parts(self) -> bool:

@@ -14,7 +14,7 @@ RESERVED_FILES = 1024
 _logger = logging.getLogger(__name__)
 
 
-def raise_open_files(config: ServerConfig) -> None:
+def raise_open_file_limit(config: ServerConfig) -> None:
     """Raise the limit of open files as far as `server.max_connections` needs and the system allows.
 
     If the system does not allow enough, a warning is logged, and `max_connections` is lower than configured.

@@ -8,7 +8,7 @@ from radixkv.errors import ConfigError
 from radixkv.service.server.auth.requirements import require_secure
 from radixkv.service.server.event_publishing import require_publishable
 from radixkv.service.server.listen_address import require_free
-from radixkv.service.server.open_files import raise_open_files
+from radixkv.service.server.open_files import raise_open_file_limit
 from radixkv.service.server.servicers.kv_sources import require_sources
 from radixkv.startup.requirements import require_usable
 from radixkv.startup.secret_files import require_secret_files
@@ -27,7 +27,7 @@ def require_startable(config: Config) -> None:
     if config.server.http_port is not None:
         require_package("server.http_port", "aiohttp", "aiohttp", "http")
         require_package("server.http_port", "orjson", "orjson", "http")
-    raise_open_files(config.server)
+    raise_open_file_limit(config.server)
     require_free(config.server)
     require_publishable(
         config.events, is_insecure=config.server.insecure, has_tokens=config.server.tokens_file is not None

@@ -1,4 +1,4 @@
-"""Replays requests with a shared prefix against servers F and E, with `bench.replay`.
+"""Replays requests with a shared prefix against server F (fast mode) and server E (exact mode), with `bench.replay`.
 
 python -m bench.gpu.product.replay --json build/replay.json
 """

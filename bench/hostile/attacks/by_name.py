@@ -28,7 +28,7 @@ ATTACKS: dict[str, Attack] = {
     "probe": Attack(operators.probe, operators.fill_prompt, LARGE_POOL, num_connections=48),
     "retain": Attack(operators.retain, operators.fill_prompt, LARGE_POOL, num_connections=48),
     "purge": Attack(operators.purge, operators.fill_tenants, LARGE_POOL, num_connections=48),
-    "priorities": Attack(operators.await_end, operators.fill_priorities, LARGE_POOL),
+    "priorities": Attack(operators.watch_expiry, operators.fill_priorities, LARGE_POOL),
     "cancels": Attack(cancels, num_connections=48),
     "rapid_reset": Attack(connections.rapid_reset),
     "reset_burst": Attack(connections.reset_burst),

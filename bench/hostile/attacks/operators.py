@@ -13,7 +13,7 @@ from radixkv.v1 import cache_pb2, prefill_pb2
 _NUM_TENANTS = 40_000
 _NUM_PRIORITIES = 40_000
 _PACE_SHARE = 50  # a fiftieth as many prompts are timed first, to estimate how long all prompts take
-_SLACK = 1.5
+_SLACK = 1.5  # factor on the estimated time for sending all prompts
 _NUM_AT_ONCE = 48
 
 _PREPARED_AT_ONCE = 64
@@ -76,7 +76,7 @@ async def fill_priorities(target: Target) -> Figures:
     return {**observed, "prepared late s": late_s}
 
 
-async def await_end(target: Target) -> Figures:
+async def watch_expiry(target: Target) -> Figures:
     """Request statistics twice per second while the priorities expire."""
     observed: dict[str, float] = {}
     for _ in range(max(1, round(2 * target.seconds))):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.service.http.breakpoints import Breakpoint, CachedRange, cached_ranges, retained_chunks
+from radixkv.service.http.breakpoints import Breakpoint, RetainedRange, retained_chunks, retained_ranges
 from radixkv.service.http.completions import CompletionChunk
 from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import GenerateResponse, PrefillRequest
@@ -16,7 +16,7 @@ from radixkv.v1.prefill_pb2 import GenerateResponse, PrefillRequest
 MINUTES, HOURS = 300, 3600
 
 
-def retained(ranges: list[CachedRange], whole_s: int = 0) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+def retained(ranges: list[RetainedRange], whole_s: int = 0) -> tuple[tuple[int, int], list[tuple[int, int]]]:
     """Return the tokens and the seconds that the request itself retains, and those of further calls."""
     prefill = PrefillRequest(token_ids=range(10), salt="s")
     if whole_s:
@@ -49,16 +49,16 @@ def retained(ranges: list[CachedRange], whole_s: int = 0) -> tuple[tuple[int, in
     [
         ([], 0, (0, 0), []),
         ([], HOURS, (10, HOURS), []),
-        ([CachedRange(4, MINUTES)], 0, (4, MINUTES), []),
-        ([CachedRange(4, HOURS), CachedRange(6, MINUTES)], 0, (6, MINUTES), [(4, HOURS)]),
-        ([CachedRange(4, MINUTES), CachedRange(6, HOURS)], 0, (6, HOURS), []),
-        ([CachedRange(4, HOURS), CachedRange(6, HOURS)], 0, (6, HOURS), []),
-        ([CachedRange(4, HOURS)], MINUTES, (10, MINUTES), [(4, HOURS)]),
-        ([CachedRange(4, MINUTES)], HOURS, (10, HOURS), []),
+        ([RetainedRange(4, MINUTES)], 0, (4, MINUTES), []),
+        ([RetainedRange(4, HOURS), RetainedRange(6, MINUTES)], 0, (6, MINUTES), [(4, HOURS)]),
+        ([RetainedRange(4, MINUTES), RetainedRange(6, HOURS)], 0, (6, HOURS), []),
+        ([RetainedRange(4, HOURS), RetainedRange(6, HOURS)], 0, (6, HOURS), []),
+        ([RetainedRange(4, HOURS)], MINUTES, (10, MINUTES), [(4, HOURS)]),
+        ([RetainedRange(4, MINUTES)], HOURS, (10, HOURS), []),
     ],
 )
 def test_each_range_is_retained_for_its_longest_time(
-    ranges: list[CachedRange], whole_s: int, own: tuple[int, int], others: list[tuple[int, int]]
+    ranges: list[RetainedRange], whole_s: int, own: tuple[int, int], others: list[tuple[int, int]]
 ) -> None:
     assert retained(ranges, whole_s) == (own, others)
 
@@ -72,5 +72,5 @@ def test_a_range_ends_where_the_shortened_conversation_does() -> None:
         {"role": "user", "content": [{"text": "b"}, {"text": "c"}]},
     ]
     breakpoints = [Breakpoint(2, 1, MINUTES), Breakpoint(2, 2, HOURS)]
-    found = cached_ranges(breakpoints, messages, [*encode(messages), 7], encode)
-    assert found == [CachedRange(4, MINUTES), CachedRange(5, HOURS)]
+    found = retained_ranges(breakpoints, messages, [*encode(messages), 7], encode)
+    assert found == [RetainedRange(4, MINUTES), RetainedRange(5, HOURS)]

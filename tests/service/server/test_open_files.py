@@ -8,7 +8,7 @@ import pytest
 
 from radixkv.config import ServerConfig
 from radixkv.service.server import open_files
-from radixkv.service.server.open_files import RESERVED_FILES, max_connections, raise_open_files
+from radixkv.service.server.open_files import RESERVED_FILES, max_connections, raise_open_file_limit
 
 INFINITY = resource.RLIM_INFINITY
 
@@ -44,7 +44,7 @@ def limited(monkeypatch: pytest.MonkeyPatch):
 def test_the_limit_is_raised_to_what_the_connections_need(limited, caplog, hard) -> None:
     limits = limited(Limits(1024, hard))
     config = ServerConfig()
-    raise_open_files(config)
+    raise_open_file_limit(config)
     assert (limits.soft, limits.hard) == (config.max_connections + RESERVED_FILES, hard)
     assert max_connections(config) == config.max_connections
     assert not caplog.text
@@ -53,7 +53,7 @@ def test_the_limit_is_raised_to_what_the_connections_need(limited, caplog, hard)
 def test_the_limit_of_open_files_covers_the_connections_of_each_port(limited) -> None:
     limits = limited(Limits(1024, INFINITY))
     config = ServerConfig(metrics_port=0, http_port=0, admin_port=0)
-    raise_open_files(config)
+    raise_open_file_limit(config)
     assert limits.soft == 3 * config.max_connections + RESERVED_FILES
     assert max_connections(config) == config.max_connections
     limited(Limits(4024, 4024))
@@ -63,7 +63,7 @@ def test_the_limit_of_open_files_covers_the_connections_of_each_port(limited) ->
 @pytest.mark.parametrize("soft", [50_000, INFINITY])
 def test_a_sufficient_limit_is_kept(limited, caplog, soft) -> None:
     limits = limited(Limits(soft, soft))
-    raise_open_files(ServerConfig())
+    raise_open_file_limit(ServerConfig())
     assert limits.soft == soft
     assert max_connections(ServerConfig()) == 16_384
     assert not caplog.text
@@ -82,7 +82,7 @@ def test_fewer_connections_are_accepted_than_configured_with_a_warning(
     limited, caplog, limits, raised, accepted
 ) -> None:
     limited(limits)
-    raise_open_files(ServerConfig())
+    raise_open_file_limit(ServerConfig())
     assert limits.soft == raised
     assert max_connections(ServerConfig()) == accepted
     assert "server.max_connections: expected a limit of at least 17408 open files" in caplog.text
@@ -94,6 +94,6 @@ def test_fewer_connections_are_accepted_than_configured_with_a_warning(
 
 def test_a_few_connections_need_no_warning(limited, caplog) -> None:
     limited(Limits(1024, 1024))
-    raise_open_files(ServerConfig(max_connections=500))
+    raise_open_file_limit(ServerConfig(max_connections=500))
     assert max_connections(ServerConfig(max_connections=500)) == 500
     assert not caplog.text
