@@ -394,9 +394,18 @@ class Walk:
         before, floors = self._counts(), self._floors(namespace.tenant)
         try:
             session_id = self.session_random.choice(("", "s", "t", "u"))
+            is_prefetch = self.session_random.random() < 0.2
+            prior_use_s = self.session_random.choice((None, 0.0)) if is_prefetch else None
             lease = self.cache.lease(
-                namespace, tokens, read=read, num_expected_tokens=num_expected, session_id=session_id
+                namespace,
+                tokens,
+                read=read,
+                num_expected_tokens=num_expected,
+                is_prefetch=is_prefetch,
+                prior_use_s=prior_use_s,
+                session_id=session_id,
             )
+            self.events["loaded ahead"] += prior_use_s is not None
         except CapacityError as error:
             is_for_parts = "parts of" in str(error)
             assert is_for_parts or num_reused is None, f"there is room at {place}"
