@@ -280,6 +280,7 @@ class Lease:
     def _publish(self, block_ids: BlockIds, insertion: Insertion) -> None:
         """Transfer blocks to the tree, release the block that they replace, and notify the listeners."""
         state, node = self._state, insertion.node
+        now_s = state.clock() if self.prior_use_s is None else self.prior_use_s
         replaced = np.frombuffer(insertion.replaced_block_ids, dtype=np.int32)
         num_more_blocks = block_ids.size - replaced.size
         num_old_blocks = node.num_blocks - num_more_blocks
@@ -296,11 +297,11 @@ class Lease:
             state.pool.release(replaced)
             usage.take(-1)
         if num_old_blocks == 0:
-            state.changes.inserted(node, state.clock() if self.prior_use_s is None else self.prior_use_s)
+            state.changes.inserted(node, now_s)
             state.queue.record_return(node, self.is_resumed)
             state.sessions.add_leaf(node, self.session)
             return
-        state.changes.grown(node, num_more_blocks, state.clock() if self.prior_use_s is None else self.prior_use_s)
+        state.changes.grown(node, num_more_blocks, now_s)
         if node.held_ref_count and num_more_blocks:
             state.held.end_after(node, num_old_blocks)
             if node.ref_count == 0:

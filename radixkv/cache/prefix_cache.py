@@ -359,8 +359,12 @@ class PrefixCache:
         Cached tokens cannot be reused if the K/V of windowed layers were evicted, or if there is no snapshot of a
         recurrent state. Tokens of public prefixes are not counted.
         """
+        return min(self._found(namespace, tokens)[1], len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+
+    def _found(self, namespace: Namespace, tokens: bytes) -> tuple[Node | None, int]:
+        """Return the deepest node that shares a token with a prompt, and the bytes found, reusable or not."""
         tree = self._trees.get(namespace)
-        return 0 if tree is None else min(tree.match(tokens)[1], len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+        return (None, 0) if tree is None else tree.match(tokens)[:2]
 
     def found_blocks(self, namespace: Namespace, tokens: bytes) -> BlockIds:
         """Return the ids of the whole blocks among the tokens that `num_found_tokens` counts, int32."""
@@ -555,8 +559,7 @@ class PrefixCache:
         now_s = self._clock()
         session = None
         if is_prefetch:
-            tree = self._trees.get(match.namespace)
-            end = None if tree is None else tree.match(tokens)[0]  # `node` is None if nothing can be reused
+            end, _ = self._found(match.namespace, tokens)  # `node` is None if nothing can be reused
             session = self.sessions.enter_prefetch(tenant, session_id, end)
         elif session_id:
             session = self.sessions.enter(tenant, session_id, now_s)
@@ -652,8 +655,7 @@ class PrefixCache:
 
     def touch(self, namespace: Namespace, tokens: bytes) -> None:
         """Record a use of the cached part of a prompt, even if it cannot be reused now, so that it is evicted later."""
-        tree = self._trees.get(namespace)
-        node, found_bytes = (None, 0) if tree is None else tree.match(tokens)[:2]
+        node, found_bytes = self._found(namespace, tokens)
         if node is not None:
             self._changes.used(node, found_bytes, self._clock())
             self._pins.pin(node)
@@ -746,15 +748,14 @@ class PrefixCache:
     def _drop(self, match: _TreeMatch, tokens: bytes, start: int, *, evicts: bool) -> tuple[int, int]:
         """Drop what is cached of a prompt in one tree; see `drop`."""
         tree, size = self._trees.get(match.namespace), self.block_size
-        # `match.node` is None if nothing can be reused.
-        node, num_bytes, *_ = (None, 0) if tree is None else tree.match(tokens)
+        node, num_bytes = self._found(match.namespace, tokens)  # `match.node` is None if nothing can be reused
         first_block = -(-max(start, match.root_tokens) // size)
         if tree is None or node is None or num_bytes // TOKEN_BYTES <= first_block * size:
             return 0, 0
         num_path_blocks = node.start_bytes // (size * TOKEN_BYTES) + node.num_blocks
         top = self._retained.cut_range(node, first_block, num_path_blocks)[0]
         _, num_blocks = self._evictor.purge_leaves(tree, _MAX_DROPPED_NODES, top=top, evicts=evicts)
-        return num_blocks * size, max(0, tree.match(tokens)[1] // TOKEN_BYTES - first_block * size)
+        return num_blocks * size, max(0, self._found(match.namespace, tokens)[1] // TOKEN_BYTES - first_block * size)
 
     def drop_session(self, session: Session, *, evicts: bool) -> int:
         """Drop the blocks that only a session has used and that no lease needs, 1,024 nodes at most; see `drop`.
@@ -849,8 +850,7 @@ class PrefixCache:
         Complexity: O(nodes of the path), and a split of a node.
         """
         match = self._find(namespace, tokens)
-        tree = self._trees.get(match.namespace)
-        node, num_bytes, *_ = (None, 0) if tree is None else tree.match(tokens)
+        node, num_bytes = self._found(match.namespace, tokens)
         if node is None:
             return match.root_tokens
         block_bytes = self.block_size * TOKEN_BYTES
@@ -888,8 +888,7 @@ class PrefixCache:
         Complexity: that of `match`, and O(log leaves) for each node of the path that no lease uses.
         """
         match = self._find(namespace, tokens)
-        tree = self._trees.get(match.namespace)
-        node = None if tree is None else tree.match(tokens)[0]  # `match.node` is None if nothing can be reused
+        node, _ = self._found(match.namespace, tokens)  # `match.node` is None if nothing can be reused
         if node is not None:
             self._pins.set_awaits_of_path(node, awaits, start * TOKEN_BYTES)
         return max(0, match.found_bytes // TOKEN_BYTES - start)

@@ -326,7 +326,8 @@ class HintApplier:
             num_dropped, num_left = self._cache.drop_session(session, evicts=evicts) * size, session.num_blocks * size
         else:
             num_dropped, num_left = self._cache.drop(*_require_prompt(prompt), start, evicts=evicts)
-        return num_dropped, _left_reason(num_left) if num_left else ""
+        reason = f"{num_left} tokens stay, because requests use them, or because one hint cannot drop so many segments"
+        return num_dropped, reason if num_left else ""
 
     def _share(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
         payload.allow("session_id", "end")
@@ -433,10 +434,6 @@ class _Payload:
         if priority is None:
             raise Refusal(f"{self.name}.priority: it is required, 0 to {MAX_PRIORITY}")
         return priority
-
-
-def _left_reason(num_tokens: int) -> str:
-    return f"{num_tokens} tokens stay, because requests use them, or because they are in more than 1,024 segments"
 
 
 def _over_share_reason(num_tokens: int) -> str:

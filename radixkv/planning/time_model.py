@@ -18,6 +18,7 @@ from radixkv.errors import ConfigError
 _MAX_FITTED = 10_000  # prefills
 _NUM_ITERATIONS = 30
 _MIN_TOKEN_S = 1e-12  # in place of 0, which `TimeModel.read` refuses, and which would be an infinite rate
+_MIN_FITTED_S = 1e-9  # in place of shorter times, so that weights are finite
 _MIN_RESIDUAL = 1e-3  # of the fitted time; a smaller one gets no larger weight
 
 
@@ -155,11 +156,11 @@ def _fit_median(rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64])
     Returns:
         `num_columns` non-negative coefficients.
     """
-    seconds = np.maximum(seconds, 1e-9)
+    seconds = np.maximum(seconds, _MIN_FITTED_S)
     weights = 1 / seconds
     for _ in range(_NUM_ITERATIONS):
         coefficients = _non_negative_fit(rows * weights[:, None], seconds * weights)
-        fitted = np.maximum(rows @ coefficients, 1e-9)
+        fitted = np.maximum(rows @ coefficients, _MIN_FITTED_S)
         weights = 1 / np.sqrt(fitted * np.maximum(np.abs(seconds - fitted), _MIN_RESIDUAL * fitted))
     return list(map(float, coefficients))
 

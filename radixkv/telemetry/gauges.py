@@ -208,7 +208,7 @@ def _families(load: EngineLoad) -> Iterable[Metric]:
     yield GaugeMetricFamily("radixkv_held_leases", "Leases that are held after their request ended.", load.held_leases)
     yield GaugeMetricFamily(
         "radixkv_namespaces",
-        "Radix trees: namespaces with cached tokens, and tokens below public prefixes.",
+        "Radix trees: one per namespace, and one per public prefix above it.",
         load.namespaces,
     )
     if (states := load.states) is not None:

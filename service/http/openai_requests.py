@@ -468,7 +468,7 @@ def _read_structured_outputs(form: Fields, generate: GenerateRequest) -> None:
     elif kind == "choice":
         choices = form.items(kind)
         if not choices or not all(isinstance(each, str) for each in choices):
-            raise InvalidRequest("structured_outputs.choice: expected at least one string in a list, got another value")
+            raise InvalidRequest("structured_outputs.choice: expected a list of at least one string, got another value")
         generate.grammar = GrammarText.of_choices(kind, choices).text
     elif kind == "json_object":
         generate.json_object = form.flag(kind)

@@ -269,12 +269,12 @@ CACHE_MUTANTS = (
     Mutant("cache/lease.py", " or node.has_expired:", ":"),
     Mutant(
         "cache/lease.py",
-        "        state.changes.grown(node, num_more_blocks, state.clock() if self.prior_use_s is None else self.prior_use_s)\n",
+        "        state.changes.grown(node, num_more_blocks, now_s)\n",
         "",
     ),
     Mutant(
         "cache/lease.py",
-        "            state.changes.inserted(node, state.clock() if self.prior_use_s is None else self.prior_use_s)\n",
+        "            state.changes.inserted(node, now_s)\n",
         "",
     ),
     Mutant(

@@ -260,7 +260,7 @@ def test_a_hint_reaches_all_replicas_that_cache_the_prompt() -> None:
             assert (outcome.status, outcome.tokens) == (HintStatus.HINT_CLIPPED, 12)
             assert (
                 outcome.reason
-                == "8 tokens stay, because requests use them, or because they are in more than 1,024 segments"
+                == "8 tokens stay, because requests use them, or because one hint cannot drop so many segments"
             )
             assert [cached_tokens(engine) for engine in (first, second, third)] == [0, 8, 0]
 
