@@ -80,7 +80,10 @@ class AdmissionControl:
             self._rates.enter(tenant)
 
     def charge_prompt(self, request: Request) -> None:
-        """Charge the tenant of an admitted request for the tokens that the request has to compute."""
+        """Charge the tenant of an admitted request for the prompt tokens that the request has to compute.
+
+        What is computed again after a preemption is not charged.
+        """
         if self._rates is not None:
             self._rates.charge(request.tenant, request.num_left)
 

@@ -28,14 +28,12 @@ class MissFeed(Observer, Listener):
     def __init__(self, profiler: MissProfiler) -> None:
         self.cache: PrefixCache | None = None
         self._profiler = profiler
-        self._admitted: set[Request] = set()
         self._new_from: dict[Node, int] = {}  # where the new tokens of a node begin, in bytes from the root
 
     def request_admitted(self, request: Request) -> None:
-        """Pass the prompt of a tenant's request when the request is admitted for the first time."""
-        if request.is_prefetch or request.tenant == PUBLIC_TENANT or request in self._admitted:
+        """Pass the prompt of an admitted request, unless it is a prefetch or a public prefix."""
+        if request.is_prefetch or request.tenant == PUBLIC_TENANT:
             return
-        self._admitted.add(request)
         tokens, reuse = request.prompt_tokens, request.reuse
         is_by_self = None
         if reuse.miss_reason is MissReason.EVICTED and is_miss(request.num_prompt_tokens, reuse.cached_tokens):
@@ -59,7 +57,6 @@ class MissFeed(Observer, Listener):
 
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
         """Pass the new tokens of all segments."""
-        self._admitted.discard(request)
         self.pass_segments()
 
     def pass_segments(self) -> None:

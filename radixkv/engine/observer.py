@@ -21,7 +21,7 @@ class Observer:
         """A request was refused before it was queued. Called on the threads of callers, possibly concurrently."""
 
     def request_admitted(self, request: Request) -> None:
-        """A request got its blocks; also each time that it is admitted again after a preemption."""
+        """A request got its blocks for the first time; not reported again when it resumes after a preemption."""
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
         """A step was computed. All tokens except those of decoding requests count as prefill tokens."""

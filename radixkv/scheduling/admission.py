@@ -47,7 +47,7 @@ class Admitter:
         lending: frees blocks of long prompts for short requests.
         clock: seconds, monotonic.
         refuse: ends a request for which there is no room.
-        on_start: called with each request that got its blocks.
+        on_start: called with each request that got its blocks; not again when it resumes after a preemption.
         loads: loads stored blocks; None without tiers.
     """
 
@@ -191,7 +191,8 @@ class Admitter:
         if not request.has_computed:
             reuse.loaded_tokens = {}
         cached_tokens = lease.cached_tokens if self._loads is None else self._loads.fill(request, lease)
-        if request.times.scheduled_s is None:
+        is_first_admission = request.times.scheduled_s is None
+        if is_first_admission:
             request.times.scheduled_s = self._clock()
         if not request.has_computed:
             reuse.cached_tokens = cached_tokens
@@ -203,7 +204,8 @@ class Admitter:
         states = self._cache.state_slots
         if states is not None:
             request.state = states.open(lease.block_ids, cached_tokens, request.num_prompt_tokens, request.found_tokens)
-        self._on_start(request)
+        if is_first_admission:
+            self._on_start(request)
 
     def _explain(self, request: Request, lease: Lease, tokens: bytes, cached_tokens: int) -> MissReason:
         """Return why the tokens after the reused ones have to be computed."""

@@ -50,7 +50,7 @@ class TokenBucket:
 class RateLimiter:
     """Refuses calls of tenants that exceed their rates. All methods may be called from any thread.
 
-        enter ─▶ take one call ─▶ charge at each admission: tokens not cached ─▶ charge at the end: generated tokens
+        enter ─▶ take one call ─▶ charge at first admission: uncached tokens ─▶ charge at the end: generated tokens
 
     The number of tokens that a call computes is known only at its admission. So accepted calls may make a tenant's
     bucket negative; while it is negative, further calls of the tenant are refused.

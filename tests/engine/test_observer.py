@@ -56,16 +56,14 @@ def test_steps_are_reported_with_their_prefill_and_decode_tokens() -> None:
     assert recorder.of("step_done") == [(1, 8, 0), (2, 5, 1), (1, 0, 1)]
 
 
-def test_each_admission_is_reported() -> None:
+def test_only_the_first_admission_of_a_request_is_reported() -> None:
     recorder = Recorder()
     bench = Bench(num_blocks=12, observers=[recorder])
     for number in range(2):
         bench.generate(range(100 * number, 100 * number + 10), 20)
     bench.run()
-    (preempted,) = recorder.of("request_preempted")[0]
-    admitted = [arrival for (arrival,) in recorder.of("request_admitted")]
-    assert sorted(set(admitted)) == [0, 1]
-    assert admitted.count(preempted) > 1
+    assert recorder.of("request_preempted")
+    assert recorder.of("request_admitted") == [(0,), (1,)]
 
 
 def test_every_end_is_reported_with_its_reason() -> None:

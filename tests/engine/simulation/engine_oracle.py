@@ -53,6 +53,7 @@ class EngineOracle(Observer):
         self._num_changes = 0  # requests that arrived or ended, and other events
         self._steps_without_change = 0
         self._following: set[Request] = set()  # in the last step
+        self._preempted: set[RequestRecord] = set()  # those that have computed tokens and do not compute again yet
         self._most_tokens = world.max_step_tokens  # of the next step
 
     def submitted(self, record: RequestRecord) -> None:
@@ -80,13 +81,6 @@ class EngineOracle(Observer):
                 left = self.public.reuse(record.ask.namespace, record.request.prompt_tokens)
                 assert cached_tokens == left.cached_tokens == left.public_tokens, "purged and found"
 
-    def started(self, request: Request) -> None:
-        """Record what a request that got its blocks reuses."""
-        record, lease = self._records[request], request.open_lease
-        self.events["preemptions below public prefixes"] += record.num_computed > 0 and bool(lease.root_prefix.tokens)
-        if not record.num_computed:
-            record.reused = lease.cached_tokens, lease.public_tokens
-
     def check_chunk(self, record: RequestRecord, chunk: GeneratedTokens) -> None:
         """Check a streamed chunk. Errors are reported at the end of the step: here they would count as the caller's."""
         self._runner.violations += record.add_chunk(chunk)
@@ -95,6 +89,12 @@ class EngineOracle(Observer):
         """Note that a step computes, whose parts `broken` will fail. Returns its requests."""
         computing = []
         for part, record in self._computing(parts):
+            lease = record.request.open_lease
+            if not record.num_computed:
+                record.reused = lease.cached_tokens, lease.public_tokens
+            if record in self._preempted:
+                self._preempted.remove(record)
+                self.events["preemptions below public prefixes"] += bool(lease.root_prefix.tokens)
             computing.append(record)
             record.computed(part.chunk)
             record.must_fail |= any(part is each for each in broken)
@@ -137,6 +137,8 @@ class EngineOracle(Observer):
 
     def request_preempted(self, request: Request) -> None:
         self.events["preemptions"] += 1
+        if (record := self._records.get(request)) is not None and record.num_computed:
+            self._preempted.add(record)
         if request.lease is not None:
             self._runner.violations.append("a preempted request keeps its blocks")
 

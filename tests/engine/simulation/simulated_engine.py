@@ -90,7 +90,6 @@ class SimulatedEngine:
             clock=self.clock,
             work_clock=self.clock,
             on_end=self._ended,
-            on_start=self.oracle.started,
             observers=[self.oracle],
             weights=dict(world.weights),
             events=self.watch.feed,
