@@ -13,6 +13,7 @@ from pathlib import Path
 
 from radixkv.errors import ConfigError, InvalidRequest, UnknownTokenizer
 from radixkv.model_files.model_location import files_directory
+from radixkv.service.missing_package import MissingPackage
 from radixkv.service.server.tokenizer_archive import tokenizer_archive
 from radixkv.service.text.tokenizer import Tokenizer
 
@@ -146,5 +147,5 @@ class ModelTokenizer:
         try:
             with files_of_model(self._model_path) as directory:
                 return Tokenizer.load(directory)
-        except (UnknownTokenizer, ValueError) as error:
+        except (UnknownTokenizer, MissingPackage, ValueError) as error:
             return str(error)

@@ -608,6 +608,29 @@ def test_forward_passes_that_do_not_continue_the_cache_are_refused(llama: Any) -
     assert np.isfinite(forward(llama, radix.cache_for(longer), suffix).logits.detach().numpy()).all()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position_ids": torch.tensor([[25]])}, "position_ids: expected those of each token"),
+        ({"attention_mask": torch.tensor([[0] + [1] * 20])}, "attention_mask differs"),
+        ({"attention_mask": torch.ones(1, 1, dtype=torch.long)}, "attention_mask differs"),
+    ],
+)
+def test_decoded_tokens_at_other_positions_or_with_other_masks_are_refused(
+    llama: Any, options: dict[str, Any], message: str
+) -> None:
+    radix, ids = RadixCache(llama, 1024), prompt(1, 20)
+    cache = radix.cache_for(ids)
+    forward(llama, cache, ids)
+    with pytest.raises(InvalidRequest, match=message):
+        forward(llama, cache, prompt(2, 1), **options)
+    for position in (20, 21):
+        forward(llama, cache, prompt(position, 1), position_ids=torch.tensor([[position]]))
+    cache.close()
+    continued = torch.cat([ids, *(prompt(each, 1) for each in (20, 21, 22))], dim=1)
+    assert radix.cache_for(continued).num_cached_tokens == (22,), "the other tokens were published"
+
+
 @pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("model_type", covered_types())
 def test_model_types_give_the_tokens_of_generate_or_are_refused(model_type: str) -> None:

@@ -204,9 +204,9 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
                 f"RadixCache: this cache is for {num_rows} sequences, got input_ids of {input_ids.shape[0]}; with "
                 "num_beams or num_return_sequences, pass num_sequences to cache_for"
             )
-        if self._length < self._prompt_length or num_new > 1:
+        if self._length < self._prompt_length:
             self._require_own_tokens(_numpy(input_ids))
-            self._require_causal(arguments, num_new)
+        self._require_causal(arguments, num_new)
         self._next_tokens = input_ids.clone()  # the caller may overwrite its tensor before the tokens are read
 
     def update(

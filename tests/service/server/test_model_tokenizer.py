@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from radixkv.errors import UnknownTokenizer
+from radixkv.errors import InvalidRequest, UnknownTokenizer
+from radixkv.service.missing_package import MissingPackage
 from radixkv.service.server import model_tokenizer as module
 from radixkv.service.server.model_tokenizer import ModelTokenizer, files_of_model
 from tests.patience import PATIENCE_S
@@ -94,6 +95,16 @@ def test_a_tokenizer_that_can_not_be_loaded_is_tried_once(tmp_path, monkeypatch)
         tokenizer.load()
     with pytest.raises(ValueError, match="the served model has no files"):
         ModelTokenizer(None).load()
+
+
+def test_a_missing_package_is_named_in_the_log_and_refuses_only_what_needs_the_tokenizer(monkeypatch, caplog):
+    def load(directory):
+        raise MissingPackage("the package sentencepiece is missing", name="sentencepiece")
+
+    monkeypatch.setattr(module.Tokenizer, "load", load)
+    with pytest.raises(InvalidRequest, match="stop: the model has no tokenizer, which stop strings require"):
+        asyncio.run(ModelTokenizer("tiny").required("stop", "stop strings require"))
+    assert "the package sentencepiece is missing" in caplog.text
 
 
 def test_failed_calls_leave_nothing_behind():
