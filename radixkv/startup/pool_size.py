@@ -18,6 +18,7 @@ from radixkv.config import MAX_BLOCKS, CacheConfig, EngineConfig
 from radixkv.errors import ConfigError
 from radixkv.model.attention.interface import AttentionKernels
 from radixkv.model.model import Model
+from radixkv.startup.cgroups import cgroup_folders
 from radixkv.storage.device_pool import KVShape, KVStorage
 from radixkv.tokens import TOKEN_BYTES
 
@@ -132,7 +133,8 @@ def reserve_step_memory(model: Model, kernels: AttentionKernels, storage: KVStor
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes of main memory that this process can still allocate; None if the system does not report them.
 
-    This is the minimum of the available memory and of what the memory limit of a container (cgroup version 2) leaves.
+    This is the minimum of the available memory and of what the memory limits of the process's cgroup and of the cgroups
+    above leave, for example those of a container or of a systemd unit.
 
     Args:
         root: the directory that holds `proc` and `sys`.
@@ -140,9 +142,10 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     bounds = []
     with contextlib.suppress(OSError, LookupError, ValueError):
         bounds.append(_fields(root / "proc/meminfo")["MemAvailable:"] * 1024)
-    group = root / "sys/fs/cgroup"
-    with contextlib.suppress(OSError, LookupError, ValueError):  # memory.max may be the word "max"
-        bounds.append(int((group / "memory.max").read_text()) - _fields(group / "memory.stat")["anon"])
+    for folder, is_version_2 in cgroup_folders("memory", root):
+        limit, used = ("memory.max", "anon") if is_version_2 else ("memory.limit_in_bytes", "total_rss")
+        with contextlib.suppress(OSError, LookupError, ValueError):  # memory.max may be the word "max"
+            bounds.append(int((folder / limit).read_text()) - _fields(folder / "memory.stat")[used])
     return min(bounds, default=None)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from radixkv.startup.cgroups import CgroupFolder, cgroup_folders
+
 _SYSTEM = Path("/")
 
 
@@ -79,31 +81,17 @@ def _num_cores(cpus: Set[int], system: Path) -> int:
 
 def _quota(system: Path) -> float | None:
     """Return the smallest CPU quota of the process's cgroups in CPUs, or None if there is none."""
-    try:
-        lines = (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    quotas = []
-    for line in lines:
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = system / "sys/fs/cgroup"
-        roots = [root] if not controllers else [root / controllers, root / "cpu"]
-        # A container often sees its own cgroup at the root, whatever the path says, so the root is read as well.
-        group = Path(path.lstrip("/"))
-        for folder in (group, *group.parents):
-            quotas += [_read_quota(each / folder, is_version_2=not controllers) for each in roots]
+    quotas = [_read_quota(folder) for folder in cgroup_folders("cpu", system)]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def _read_quota(folder: Path, *, is_version_2: bool) -> float | None:
+def _read_quota(folder: CgroupFolder) -> float | None:
     try:
-        if is_version_2:
-            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        if folder.is_version_2:
+            quota, period = (folder.path / "cpu.max").read_text(encoding="ascii").split()
         else:
-            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="ascii").strip()
-            period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii").strip()
+            quota = (folder.path / "cpu.cfs_quota_us").read_text(encoding="ascii").strip()
+            period = (folder.path / "cpu.cfs_period_us").read_text(encoding="ascii").strip()
         return None if quota in ("max", "-1") else int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
         return None

@@ -241,6 +241,42 @@ class TestAvailableBytes:
     def test_the_tightest_bound_applies(self, tmp_path: Path, limit: str | None, expected: int) -> None:
         assert available_bytes(self.write(tmp_path, limit)) == expected
 
+    @pytest.mark.parametrize(
+        ("cgroup", "files", "expected"),
+        [
+            (
+                "0::/system.slice/radixkv.service\n",
+                {
+                    "system.slice/radixkv.service/memory.max": "max\n",
+                    "system.slice/radixkv.service/memory.stat": "anon 100000\n",
+                    "system.slice/memory.max": "1200000\n",
+                    "system.slice/memory.stat": "anon 400000\n",
+                },
+                800_000,
+            ),
+            (
+                "3:memory:/docker/x\n",
+                {
+                    "memory/docker/x/memory.limit_in_bytes": "2000000\n",
+                    "memory/docker/x/memory.stat": "rss 200\ntotal_rss 300000\n",
+                },
+                1_700_000,
+            ),
+        ],
+        ids=["the slice of a systemd unit", "version 1"],
+    )
+    def test_the_cgroups_of_the_process_are_bounds(
+        self, tmp_path: Path, cgroup: str, files: dict[str, str], expected: int
+    ) -> None:
+        root = self.write(tmp_path, None)
+        (root / "proc/self").mkdir()
+        (root / "proc/self/cgroup").write_text(cgroup)
+        for name, text in files.items():
+            path = root / "sys/fs/cgroup" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        assert available_bytes(root) == expected
+
     def test_without_system_files_no_bound_is_known(self, tmp_path: Path) -> None:
         assert available_bytes(tmp_path) is None
 

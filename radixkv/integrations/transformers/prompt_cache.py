@@ -336,14 +336,17 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
 
     def _require_causal(self, arguments: Mapping[str, Any], num_new: int) -> None:
         """Refuse attention masks other than that of the padding, and positions that do not count from its end."""
-        end = self._length + num_new
-        pads = torch.tensor([row.prompt.num_pads for row in self._rows])[:, None]
-        positions = torch.arange(end)[None] - pads  # [batch, end]
+        pads = [row.prompt.num_pads for row in self._rows]
+        end, max_pads = self._length + num_new, max(pads)
+        positions = torch.arange(self._length, end)[None] - torch.tensor(pads)[:, None]  # [batch, num_new]
         mask = arguments.get("attention_mask")
-        expected_mask = positions >= 0
-        is_mask_right = mask is None and bool(expected_mask.all())
-        if isinstance(mask, torch.Tensor):
-            is_mask_right = mask.shape == expected_mask.shape and bool((mask.cpu().bool() == expected_mask).all())
+        is_mask_right = mask is None and not max_pads
+        if isinstance(mask, torch.Tensor) and mask.shape == (len(pads), end):
+            mask = mask.cpu().bool()
+            is_mask_right = bool(mask[:, max_pads:].all())
+            if max_pads:
+                expected_mask = torch.arange(min(max_pads, end))[None] >= torch.tensor(pads)[:, None]
+                is_mask_right = is_mask_right and torch.equal(mask[:, :max_pads], expected_mask)
         if not is_mask_right:
             raise InvalidRequest(
                 "RadixCache: attention_mask differs from the one that cache_for got: expected zeros for the padding on "
@@ -351,10 +354,10 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
             )
         position_ids = arguments.get("position_ids")
         if position_ids is None:
-            are_positions_right = bool(expected_mask.all())
+            are_positions_right = not max_pads
         else:
-            new, here = positions[:, self._length :].clamp(min=0), expected_mask[:, self._length :]
-            are_positions_right = position_ids.ndim == 2 and bool(((position_ids.cpu() == new) | ~here).all())
+            is_pad = positions < 0
+            are_positions_right = position_ids.ndim == 2 and bool(((position_ids.cpu() == positions) | is_pad).all())
         if not are_positions_right:
             raise InvalidRequest("RadixCache: position_ids: expected those of each token after the padding, got others")
 
