@@ -1174,12 +1174,12 @@ ANSWER_MUTANTS = (
     Mutant("service/structured/grammars.py", "take(key, 1)", 'take(QuotaKey.of_tenant(""), 1)'),
     Mutant(
         "service/structured/grammars.py",
-        "                self._num_waiting.release(key, 1)\n",
+        "                self._queue_shares.release(key, 1)\n",
         "                pass\n",
     ),
     Mutant(
         "service/structured/grammars.py",
-        "                self._start_thread(text.field)  # it waits for the lock; nothing is queued if it cannot start\n"
+        "                self._start_thread(text.field)  # nothing is queued if it cannot start\n"
         "                self._is_compiling = True\n",
         "                self._is_compiling = True\n                self._start_thread(text.field)\n",
     ),
