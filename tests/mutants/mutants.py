@@ -1581,7 +1581,9 @@ DOCTOR_MUTANTS = (
 FLEET_MUTANTS = (
     Mutant("service/fleet/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
     Mutant("service/fleet/replica.py", "config.server.max_deadline_s + config.server.send_timeout_s", "60.0"),
-    Mutant("service/fleet/replica_connection.py", "HEALTH_CHECK.bind(watch)", "HEALTH_CHECK.bind(calls)"),
+    Mutant(
+        "service/fleet/replica_connection.py", "HEALTH_CHECK.bind(watch_channel)", "HEALTH_CHECK.bind(call_channel)"
+    ),
     Mutant("service/fleet/replica_connection.py", "if error.code() in _NO_RESPONSE:", "if True:"),
 )
 SERVICE_MUTANTS = (
