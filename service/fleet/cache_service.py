@@ -42,7 +42,7 @@ _EQUAL_FIELDS = (
     "tier",
     "period",
 )
-# Fields of whose values the sum has the maximum.
+# Fields whose maximum is taken instead of their sum.
 _MAX_FIELDS = ("uptime_s", "known_tenants")
 
 ListReplicas = Callable[[], Awaitable[Sequence[ReplicaConnection]]]

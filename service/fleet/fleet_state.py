@@ -105,7 +105,7 @@ class FleetState:
 
         namespace = Namespace(self._fingerprint, prompt.tenant, prompt.adapter, prompt.salt)
         route = self._router.route(namespace, prompt.tokens, avoid)
-        asyncio.get_running_loop().call_soon(self._router.remember)  # not now, so that the request is sent first
+        asyncio.get_running_loop().call_soon(self._router.remember)  # later, so that it does not delay the request
         num_replicas = len(self._connections.keys() - avoid)
         num_tokens_to_compute = len(prompt.tokens) // TOKEN_BYTES - route.hits.total + route.queue_tokens
         return RoutedRequest(

@@ -128,7 +128,7 @@ def _ray_options(plan: FleetPlan) -> dict[str, Any]:
     quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
     if plan.ray_address is not None:
         return {"address": plan.ray_address, "namespace": APPLICATION, **quiet}
-    # Ray may start no more replicas than it has CPUs for, so it gets as many as all replicas request, if need be.
+    # Ray starts only replicas for which it has enough CPUs, so it counts at least as many CPUs as all replicas request.
     max_replicas = sum(each.max_replicas for each in _deployments(plan))
     cpus = max(os.cpu_count() or 1, round(max_replicas * plan.cpus + 0.5))
     return {

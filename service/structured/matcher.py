@@ -134,7 +134,7 @@ class GrammarMatcher:
                 f"{self._field}: expected one whose token mask takes at most {MAX_MASK_S:g} s, got {mask_s:.1f} s"
             )
         bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size + 1).view(np.bool_)
-        # Where a special token may follow, llguidance 1.9 always sets the bit for the end, even if it may not follow.
+        # Where a special token may follow, llguidance 1.9 always sets the bit for the end.
         allowed, can_end = bits[:-1], bool(bits[-1]) and self._matcher.is_accepting()
         can_only_end = can_end and not allowed.any()
         if can_end:

@@ -22,7 +22,7 @@ class StopText:
         self._held = ""
 
     def put(self, piece: str, *, may_end: bool = True) -> str:
-        """Add a piece of text, and return the text that cannot be part of a stop string; it ends at one that was found.
+        """Add a piece of text, and return the text that precedes the stop string that was found, or any possible one.
 
         A stop string is found when it ends in this piece. Of several stop strings, the one that begins first is found;
         of those that begin at the same position, the longest.
