@@ -29,5 +29,5 @@ def renamed_fields(fields: str, names: Mapping[str, str]) -> str:
 
 
 def _renamed(field: str, names: Mapping[str, str]) -> str:
-    bare, bracket, index = field.partition("[")
-    return names.get(bare, bare) + bracket + index
+    name, bracket, index = field.partition("[")
+    return names.get(name, name) + bracket + index

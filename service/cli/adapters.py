@@ -59,8 +59,9 @@ def _load(arguments: argparse.Namespace) -> None:
         print(json_of(response))
         return
     digest = response.adapter.digest[:_DIGEST_CHARS]
-    replaced = response.replaced_digest[:_DIGEST_CHARS] if response.HasField("replaced_digest") else ""
-    print(f"{arguments.name} is loaded: {digest}" + (f", in place of {replaced}" if replaced else ""))
+    has_replaced = response.HasField("replaced_digest")
+    replaced = f", in place of {response.replaced_digest[:_DIGEST_CHARS]}" if has_replaced else ""
+    print(f"{arguments.name} is loaded: {digest}{replaced}")
 
 
 def _unload(arguments: argparse.Namespace) -> None:

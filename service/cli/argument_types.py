@@ -13,28 +13,28 @@ COUNTS = "Counts may have a unit: 16k is 16000, 2.56M is 2560000, and 16Ki is 16
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _COUNT = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)(|k|m|g|ki|mi|gi)", re.IGNORECASE)
-_MAX = 2**50  # larger numbers are typing errors
+_MAX_NUMBER = 2**50  # larger numbers are typing errors
 _MAX_PROCESSORS = 10_000
-_MAX_SHOWN = 40  # characters of a wrong value in a message
+_MAX_SHOWN_CHARS = 40  # of a wrong value in a message
 
 
 def token_ids(text: str) -> list[int]:
     """Parse token ids, separated by commas or white space."""
-    token_ids = []
+    ids = []
     for item in re.split(r"\s*,\s*|\s+", text.strip()):
         try:
-            token_ids.append(int(item))
+            ids.append(int(item))
         except ValueError:
             raise argparse.ArgumentTypeError(
-                f"expected integers, separated by commas or spaces, got {item[:_MAX_SHOWN]!r}"
+                f"expected integers, separated by commas or spaces, got {item[:_MAX_SHOWN_CHARS]!r}"
             ) from None
     from radixkv.service.token_ids import pack_token_ids  # it imports numpy
 
     try:
-        pack_token_ids(token_ids)
+        pack_token_ids(ids)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return token_ids
+    return ids
 
 
 def name(text: str) -> str:
@@ -53,7 +53,7 @@ def json_schema(text: str) -> str:
 
 def grammar(text: str) -> str:
     """Parse a grammar in the syntax of Lark or llama.cpp, or the file of one."""
-    return _text_or_file(text, lambda text: ":" in text, "a grammar, whose rules have a colon")
+    return _text_or_file(text, _is_grammar, "a grammar, whose rules have a colon")
 
 
 def _text_or_file(text: str, is_text: Callable[[str], bool], expected: str) -> str:
@@ -79,14 +79,19 @@ def _is_json(text: str) -> bool:
     return text.lstrip().startswith("{") or text.strip() in ("true", "false")
 
 
+def _is_grammar(text: str) -> bool:
+    """Return whether a text is meant to be a grammar; the service validates it."""
+    return ":" in text
+
+
 def _shown(text: str) -> str:
     """Return the beginning of a wrong value, for a message."""
-    return repr(text[:_MAX_SHOWN]) if text else "an empty string"
+    return repr(text[:_MAX_SHOWN_CHARS]) if text else "an empty string"
 
 
 def names(text: str) -> list[str]:
     """Parse comma-separated names, without duplicates."""
-    return list(dict.fromkeys(name.strip() for name in text.split(",")))
+    return list(dict.fromkeys(each.strip() for each in text.split(",")))
 
 
 def count(text: str) -> int:
@@ -115,7 +120,7 @@ def positive(text: str) -> int:
 
 def whole(text: str) -> int:
     """Parse a whole number from 1 to 2**50, such as the tokens of a context or of a cache."""
-    return _whole(text, 1, _MAX)
+    return _whole(text, 1, _MAX_NUMBER)
 
 
 def capacities(text: str) -> list[int]:
@@ -137,7 +142,7 @@ def number(text: str) -> Decimal:
         value = Decimal(text)
     except InvalidOperation:
         value = Decimal("NaN")
-    if not (value.is_finite() and 0 <= value <= _MAX):
+    if not (value.is_finite() and 0 <= value <= _MAX_NUMBER):
         raise argparse.ArgumentTypeError(f"expected a number from 0, got {text or 'an empty string'}")
     return value
 

@@ -59,8 +59,9 @@ def _chat(arguments: argparse.Namespace) -> None:
         raise ConfigError("--json: chat has no such output; use radixkv generate --chat --json")
     with contextlib.ExitStack() as stack:
         if arguments.model is not None:
-            for number in (signal.SIGTERM, signal.SIGHUP):  # the server must not outlive the chat
-                stack.callback(signal.signal, number, signal.signal(number, _exit))
+            for signal_number in (signal.SIGTERM, signal.SIGHUP):  # the server must not outlive the chat
+                previous_handler = signal.signal(signal_number, _exit)
+                stack.callback(signal.signal, signal_number, previous_handler)
             arguments.address = stack.enter_context(_run_server(arguments.model))
         session = ChatSession(stack.enter_context(client_of(arguments)), arguments)
         for line in _turns():
@@ -121,25 +122,26 @@ class ChatSession:
 
         start_s = time.monotonic()
         answer = self._client.chat(self._messages, **self._options)
-        first_s: float | None = None
-        cached = computed = 0
+        first_token_s: float | None = None
+        cached_tokens = computed_tokens = 0
         is_terminal = sys.stdout.isatty()
         try:
             with contextlib.suppress(KeyboardInterrupt), contextlib.closing(answer):
                 for chunk in answer:
-                    if first_s is None:
-                        first_s = time.monotonic() - start_s
-                        cached, computed = chunk.usage.cached_tokens, chunk.usage.computed_tokens
+                    if first_token_s is None:
+                        first_token_s = time.monotonic() - start_s
+                        cached_tokens, computed_tokens = chunk.usage.cached_tokens, chunk.usage.computed_tokens
                     print(printable(chunk.text, keep="\n\t") if is_terminal else chunk.text, end="", flush=True)
         except ServiceError:
             if answer.text:  # the error starts on a new line
                 print(flush=True)
             raise
         print(flush=True)
-        if first_s is not None:
+        if first_token_s is not None:
+            prompt_tokens = cached_tokens + computed_tokens
             print(
-                f"[first token after {1000 * first_s:,.0f} ms; {cached:,} of {cached + computed:,} tokens from the "
-                "cache]",
+                f"[first token after {1000 * first_token_s:,.0f} ms; {cached_tokens:,} of {prompt_tokens:,} tokens "
+                "from the cache]",
                 file=sys.stderr,
                 flush=True,
             )
@@ -197,5 +199,5 @@ def _last_line(log: IO[str]) -> str:
     return lines[-1].removeprefix("radixkv: ") if lines else "the server ended without a message"
 
 
-def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
+def _exit(signal_number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + signal_number)

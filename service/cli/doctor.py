@@ -48,7 +48,7 @@ _DESCRIPTION = (
     "objects. "
     f"Traces of `radixkv simulate` are accepted as well; they contain neither tokens nor text. {COUNTS}"
 )
-_OPTIONS = (
+_LOG_ONLY = (
     Option("--min-lost-tokens", "N", positive, "smallest loss per prompt that is reported, in tokens", MIN_LOST_TOKENS),
     Option(
         "--capacity-tokens",
@@ -79,8 +79,8 @@ _TOKENIZERS = (
     ),
     flag("--bytes", "use the bytes of texts as token ids, without a tokenizer"),
 )
-_, *_TRACE_ONLY = TRACE_OPTIONS
-_NUM_CAUSES = 5
+_, *_TRACE_ONLY = TRACE_OPTIONS  # `add_arguments` adds the file with a help line of its own
+_DEFAULT_NUM_CAUSES = 5
 
 
 def add_arguments(doctor: argparse.ArgumentParser) -> None:
@@ -98,14 +98,14 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
         "N",
         positive,
         "number of causes that are listed; with LOG, one replay measures each cause",
-        _NUM_CAUSES,
+        _DEFAULT_NUM_CAUSES,
     )
     price = Option(
         "--price-per-million-tokens", "X", positive_number, "price of a million computed tokens (default: none)"
     )
     add_options(doctor, [log, top, price])
     add_options(doctor.add_argument_group("servers", "Only without LOG."), _SERVER_ONLY)
-    add_options(doctor.add_argument_group("logs", "Only with LOG."), _OPTIONS)
+    add_options(doctor.add_argument_group("logs", "Only with LOG."), _LOG_ONLY)
     texts = doctor.add_argument_group("texts", "Only with LOG: encode texts and messages, and decode token ids.")
     add_choice(texts, _TOKENIZERS)
     add_options(doctor.add_argument_group("traces", "Only for traces, except --limit."), _TRACE_ONLY)
@@ -115,7 +115,8 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> None:
     if arguments.trace is None:
-        _require_unset(arguments, "expected a log with this option, got none", (*_OPTIONS, *_TOKENIZERS, *_TRACE_ONLY))
+        log_options = (*_LOG_ONLY, *_TOKENIZERS, *_TRACE_ONLY)
+        _require_unset(arguments, "expected a log with this option, got none", log_options)
         with client_of(arguments) as client:
             response = client.diagnose(
                 tenant=arguments.tenant, max_causes=arguments.top, omit_cached_text=arguments.omit_cached_text
@@ -124,22 +125,21 @@ def _doctor(arguments: argparse.Namespace) -> None:
         print(json_of(response) if arguments.json else server_diagnosis_text(response, price))
         return
     _require_unset(arguments, "is for a running server, and a log was given", _SERVER_ONLY)
-    times = None if arguments.time_model is None else TimeModel.read(arguments.time_model)
-    size = CacheSize(arguments.capacity_tokens, policy=arguments.policy)
-    if size.capacity_tokens is not None and size.capacity_tokens < size.block_size:
-        raise ConfigError(
-            f"--capacity-tokens: expected at least a block of {size.block_size} tokens, got {size.capacity_tokens}"
-        )
+    time_model = None if arguments.time_model is None else TimeModel.read(arguments.time_model)
+    cache_size = CacheSize(arguments.capacity_tokens, policy=arguments.policy)
+    block_size, capacity_tokens = cache_size.block_size, cache_size.capacity_tokens
+    if capacity_tokens is not None and capacity_tokens < block_size:
+        raise ConfigError(f"--capacity-tokens: expected at least a block of {block_size} tokens, got {capacity_tokens}")
     with ExitStack() as stack:
-        log, examiner, notes = _read(arguments, stack)
+        log, examiner, notes = _read_log(arguments, stack)
         with progress_bar("replays", len(log) * (1 + arguments.top)) as advance:
             diagnosis = diagnose(
                 log,
                 examiner,
-                size=size,
+                size=cache_size,
                 min_lost_tokens=arguments.min_lost_tokens,
                 max_groups=arguments.top,
-                times=times,
+                times=time_model,
                 on_prompt=advance,
             )
     price = arguments.price_per_million_tokens
@@ -163,13 +163,13 @@ def _require_unset(arguments: argparse.Namespace, problem: str, options: Iterabl
             raise ConfigError(f"{option.name}: {problem}")
 
 
-def _read(arguments: argparse.Namespace, stack: ExitStack) -> tuple[PromptLog, PromptExaminer, list[str]]:
-    """Read the log. Returns it, the examiner of its prompts, and notes about it for stderr."""
+def _read_log(arguments: argparse.Namespace, stack: ExitStack) -> tuple[PromptLog, PromptExaminer, list[str]]:
+    """Read the log or trace. Returns its prompts, their examiner, and notes about the log for stderr."""
     path = Path(arguments.trace)
-    first = next(read_records(path), None)
-    if first is None:
+    first_record = next(read_records(path), None)
+    if first_record is None:
         raise ConfigError(f"{path}: expected at least one prompt, got an empty file")
-    if not is_prompt(first.value):
+    if not is_prompt(first_record.value):
         log = stack.enter_context(trace_log(requests_of(arguments)))
         note = "the trace has only ids of blocks: causes are classified by their position, and losses are upper bounds"
         if not any(each.session for each in log):
@@ -213,7 +213,7 @@ def _tokenizer_getter(arguments: argparse.Namespace, stack: ExitStack) -> GetTok
     """Return a function that loads the tokenizer at its first call: the one of `--tokenizer`, or else of the server."""
 
     @cache
-    def tokenizer() -> Tokenizer:
+    def get_tokenizer() -> Tokenizer:
         from radixkv.service.cli.prompt import load_tokenizer, served_tokenizer
 
         if arguments.tokenizer is not None:
@@ -228,17 +228,17 @@ def _tokenizer_getter(arguments: argparse.Namespace, stack: ExitStack) -> GetTok
                 f"--tokenizer: expected a tokenizer for the texts of the log, got none; {error}"
             ) from error
 
-    return tokenizer
+    return get_tokenizer
 
 
 def diagnosis_text(diagnosis: LogDiagnosis, price: float | None = None) -> str:
     """Return a diagnosis in lines, the most expensive cause first."""
-    computed = diagnosis.computed_tokens
+    computed_tokens = diagnosis.computed_tokens
     seconds = "" if diagnosis.computed_s is None else f", which takes {duration(diagnosis.computed_s)}"
     lines = [
         f"{diagnosis.num_prompts:,} requests with {diagnosis.prompt_tokens:,} prompt tokens: "
         f"{diagnosis.cached_tokens:,} are reused{percent(diagnosis.cached_tokens, diagnosis.prompt_tokens)}, "
-        f"{computed:,} are computed{seconds}.",
+        f"{computed_tokens:,} are computed{seconds}.",
         f"{diagnosis.first_prompts:,} {'request' if diagnosis.first_prompts == 1 else 'requests'} reused nothing, and "
         "no earlier prompt with the same content was found.",
     ]
@@ -249,7 +249,7 @@ def diagnosis_text(diagnosis: LogDiagnosis, price: float | None = None) -> str:
         lines += ["", f"{number}. {headline(group, diagnosis.num_prompts, advice.what)}"]
         if group.sample is not None:
             lines += sides(group.sample)
-        lines += [f"   -> {advice.change}", f"   {savings(group, computed, price)}"]
+        lines += [f"   -> {advice.change}", f"   {savings(group, computed_tokens, price)}"]
     if diagnosis.num_other_groups:
         lines += ["", f"Further causes that cost less: {diagnosis.num_other_groups:,}; see --top."]
     return "\n".join(lines)
@@ -271,7 +271,7 @@ def diagnosis_object(diagnosis: LogDiagnosis, price: float | None = None) -> dic
 
 def _group_object(group: MissGroup, price: float | None) -> dict[str, Any]:
     advice = ADVICE[group.key.cause]
-    saved = group.saved_tokens
+    saved_tokens = group.saved_tokens
     return {
         "cause": group.key.cause.value,
         "place": group.key.place,
@@ -280,9 +280,9 @@ def _group_object(group: MissGroup, price: float | None) -> dict[str, Any]:
         "lost_tokens": group.lost_tokens,
         "lost_s": group.lost_s,
         "is_upper_bound": group.is_bound,
-        "saved_tokens": group.saved_tokens,
+        "saved_tokens": saved_tokens,
         "saved_s": group.saved_s,
-        "saved_money": None if price is None or saved is None else saved / 1e6 * price,
+        "saved_money": None if price is None or saved_tokens is None else saved_tokens / 1e6 * price,
         "lost_money": None if price is None else group.lost_tokens / 1e6 * price,
         "min_position": group.min_position,
         "max_position": group.max_position,

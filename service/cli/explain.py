@@ -94,27 +94,28 @@ def _explain(arguments: argparse.Namespace) -> None:
 
 def explanation_text(response: ExplainResponse) -> str:
     """Return an explanation in a few lines: where the prompt diverges, both sides, the cost, and what to change."""
-    first = f"{response.cached_tokens:,} of {_tokens(response.prompt_tokens)} are cached"
+    cached = f"{response.cached_tokens:,} of {_tokens(response.prompt_tokens)} are cached"
     if response.miss_reason:
-        first += f" ({MissReason.Name(response.miss_reason)})"
+        cached += f" ({MissReason.Name(response.miss_reason)})"
     if not response.HasField("difference"):
-        return f"{first}. {_without_difference(response)}"
+        return f"{cached}. {_without_difference(response)}"
     difference = response.difference
     if response.cached_tokens > response.left_at_token:  # an earlier request has computed this prompt
-        others = f"those after the first {response.left_at_token:,}" if response.left_at_token else "them"
-        first += f", but no other request has used {others}."
+        used_once = f"those after the first {response.left_at_token:,}" if response.left_at_token else "them"
+        cached += f", but no other request has used {used_once}."
     else:
-        first += "."
+        cached += "."
     segment = f' in "{printable(response.segment, keep="")}"' if response.segment else ""
     if response.left_at_token:
         place = f"The prompt diverges from another cached prompt after {_tokens(response.left_at_token)}{segment}:"
     else:
         place = f"The prompt differs from other cached prompts in its first token{segment}:"
     finding, advice = _FINDINGS.get(difference.kind, _FINDINGS[DifferenceKind.UNCLASSIFIED])
-    return "\n".join([first, place, "", *_sides(difference), "", finding, _cost(response), f"-> {advice}"])
+    return "\n".join([cached, place, "", *_sides(difference), "", finding, _cost(response), f"-> {advice}"])
 
 
 def _without_difference(response: ExplainResponse) -> str:
+    """Return a sentence about a prompt for which the service found no difference from another cached prompt."""
     if not response.left_at_token:
         return "Nothing is cached for this tenant, adapter and salt that the prompt can be compared with."
     if response.left_at_token < response.prompt_tokens:
@@ -140,11 +141,11 @@ def _sides(difference: Difference) -> list[str]:
     return align_columns(rows)
 
 
-def _bracket(side: Excerpt, num_span: int, *, has_text: bool) -> str:
-    number = side.different_tokens
-    different = excerpt(side.different_text if has_text else side.token_ids[:number])[:_MAX_CHARS]
-    equal = excerpt(side.equal_text if has_text else side.token_ids[number:])[:_MAX_CHARS]
-    return f"[{different}{'...' if num_span > number else ''}]{equal}"
+def _bracket(side: Excerpt, span_tokens: int, *, has_text: bool) -> str:
+    num_shown = side.different_tokens  # of the `span_tokens` that differ
+    different = excerpt(side.different_text if has_text else side.token_ids[:num_shown])[:_MAX_CHARS]
+    equal = excerpt(side.equal_text if has_text else side.token_ids[num_shown:])[:_MAX_CHARS]
+    return f"[{different}{'...' if span_tokens > num_shown else ''}]{equal}"
 
 
 def _cost(response: ExplainResponse) -> str:

@@ -77,7 +77,8 @@ def _fleet(arguments: argparse.Namespace) -> None:
     config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
     if config.fleet.has_roles and arguments.replicas is not None:
         raise ConfigError("--replicas: can't be combined with fleet.prefill_replicas and fleet.decode_replicas")
-    min_replicas, max_replicas = _num_replicas(_DEFAULT_REPLICAS if arguments.replicas is None else arguments.replicas)
+    replicas = _DEFAULT_REPLICAS if arguments.replicas is None else arguments.replicas
+    min_replicas, max_replicas = _parse_replicas(replicas)
     _require_fleet_keys(config)
     require_secure(config.server)
     require_free(config.server)
@@ -100,13 +101,13 @@ def _fleet(arguments: argparse.Namespace) -> None:
         check_servable(config.model.path)
     stop = threading.Event()
     with running_fleet(plan):
-        for number in (signal.SIGTERM, signal.SIGINT):  # after Ray has set its own handlers
-            signal.signal(number, lambda *_: stop.set())
+        for signal_number in (signal.SIGTERM, signal.SIGINT):  # after Ray has set its own handlers
+            signal.signal(signal_number, lambda *_: stop.set())
         print(f"listening on {host_port(config.server.host, config.server.port)}", flush=True)
         stop.wait()
 
 
-def _num_replicas(text: str) -> tuple[int, int]:
+def _parse_replicas(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
     minimum, maximum = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= minimum <= maximum:

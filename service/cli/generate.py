@@ -177,6 +177,12 @@ class _Printer:
 
     Leaving the context ends the last line, also after an error or Ctrl-C in the middle of a completion, so that
     whatever is printed next starts on a new line.
+
+    Args:
+        prompt: the prompt.
+        stops: stop strings, which are not printed.
+        min_tokens: number of tokens before which no stop string ends the completion.
+        is_silent: whether to print nothing, and only collect the text.
     """
 
     def __init__(self, prompt: EncodedPrompt, stops: Sequence[str], min_tokens: int, *, is_silent: bool) -> None:
@@ -206,7 +212,7 @@ class _Printer:
         """Print the next part of the completion."""
         if self._detokenizer is None:
             ids = " ".join(map(str, response.token_ids))
-            # The space precedes the ids, because the last response may have none.
+            # The space precedes the ids, because the last response may have no ids.
             self._print((" " if ids and self._is_inside_line else "") + ids)
             return
         piece = self._detokenizer.put(response.token_ids) + (self._detokenizer.end() if response.finished else "")

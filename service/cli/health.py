@@ -41,10 +41,10 @@ def _health(arguments: argparse.Namespace) -> None:
             is_local = is_on_this_machine(arguments.address) and not arguments.address.startswith("unix:")
             if arguments.tls_ca is not None or not is_local:
                 raise
-            unverified = _status_over_tls(arguments)
-            if unverified is None:
+            tls_status = _status_over_tls(arguments)
+            if tls_status is None:
                 raise
-            status = unverified
+            status = tls_status
     print(json.dumps({"status": status.name}) if arguments.json else status.name)
     if status.name != "SERVING":
         sys.exit(1)

@@ -18,20 +18,20 @@ from radixkv.planning.simulate import OPTIMAL, Simulation
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_INK, _QUIET, _FAINT = "#1f2328", "#57606a", "#d8dce1"
+_BLACK, _GRAY, _LIGHT_GRAY = "#1f2328", "#57606a", "#d8dce1"
 _COLORS = {"adaptive": "#d9480f", "lru": "#1769aa", "slru": "#2b8a3e", "lfu": "#8f5bb3", "priority": "#a8761b"}
-_OTHERS = ("#0b7285", "#c2255c", "#5f3dc4")
+_FURTHER_COLORS = ("#0b7285", "#c2255c", "#5f3dc4")
 _STYLE: Any = {
     "font.size": 10.5,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
+    "text.color": _BLACK,
+    "axes.labelcolor": _BLACK,
     "axes.edgecolor": "#8a8f98",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "xtick.color": _QUIET,
-    "ytick.color": _QUIET,
-    "grid.color": _FAINT,
+    "xtick.color": _GRAY,
+    "ytick.color": _GRAY,
+    "grid.color": _LIGHT_GRAY,
     "grid.linewidth": 0.8,
 }
 _LABEL_GAP = 0.042  # minimum distance between the names at the right, as a fraction of the height of the axes
@@ -55,32 +55,33 @@ def draw_hit_rates(path: Path, simulations: Sequence[Simulation], trace: str) ->
         figure.text(
             0.085, 0.945, "Prompt tokens reused, by cache capacity", fontsize=15, fontweight="bold", va="center"
         )
-        about = f"{trace}: {first.requests:,} requests, {first.prompt_tokens:,} tokens; blocks of {first.block_size}"
-        figure.text(0.085, 0.89, about, va="center", color=_QUIET)
+        summary = f"{trace}: {first.requests:,} requests, {first.prompt_tokens:,} tokens; blocks of {first.block_size}"
+        figure.text(0.085, 0.89, summary, va="center", color=_GRAY)
         _draw_curves(axes, curves)
         figure.savefig(path, format="png", facecolor="white")
         plt.close(figure)
 
 
 def _draw_curves(axes: Axes, curves: dict[str, list[Simulation]]) -> None:
-    others = iter(_OTHERS * len(curves))
-    ends: list[tuple[float, str, str]] = []
+    further_colors = iter(_FURTHER_COLORS * len(curves))
+    ends: list[tuple[float, str, str]] = []  # of each curve: its last hit rate in percent, the policy and the color
     for policy, curve in curves.items():
         capacities = [each.capacity_tokens for each in curve]
         shares = [100 * each.token_hit_rate for each in curve]
         if policy == OPTIMAL:
-            color = _QUIET
+            color = _GRAY
             line: Any = {"linestyle": (0, (5, 2)), "linewidth": 1.8, "zorder": 2}
             axes.fill_between(capacities, shares, 100, color="#f3f4f6", zorder=0, linewidth=0)
         else:
-            color = _COLORS[policy] if policy in _COLORS else next(others)
+            color = _COLORS[policy] if policy in _COLORS else next(further_colors)
             line = {"linewidth": 2.2, "zorder": 3}
         axes.plot(capacities, shares, color=color, marker="o", markersize=5.5, markeredgecolor="white", **line)
         ends.append((shares[-1], policy, color))
-    every = [each for curve in curves.values() for each in curve]
-    capacities = sorted({each.capacity_tokens for each in every})
+
+    simulations = [each for curve in curves.values() for each in curve]
+    capacities = sorted({each.capacity_tokens for each in simulations})
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(_spread(capacities)))
+    axes.xaxis.set_major_locator(FixedLocator(_labeled_capacities(capacities)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -88,15 +89,16 @@ def _draw_curves(axes: Axes, curves: dict[str, list[Simulation]]) -> None:
     if capacities[0] < capacities[-1]:
         margin = (capacities[-1] / capacities[0]) ** 0.03
         axes.set_xlim(capacities[0] / margin, capacities[-1] * margin)
-    top = max(1.0, *(100 * each.token_hit_rate for each in every)) * 1.08
+    top = max(1.0, *(100 * each.token_hit_rate for each in simulations)) * 1.08
     axes.set(ylim=(0, min(top, 102)), xlabel="capacity, tokens (log scale)", ylabel="prompt tokens reused")
     axes.grid(visible=True)
-    _name_ends(axes, ends)
+    _label_curves(axes, ends)
 
 
-def _name_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
+def _label_curves(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
     """Write the name of each policy where its line ends, with at least `_LABEL_GAP` between two names."""
     low, high = axes.get_ylim()
+    # From the highest label down, move labels down; then, from the lowest one up, move those up that are too low.
     labels = sorted(((share - low) / (high - low), policy, color) for share, policy, color in ends)
     heights = [height for height, _, _ in labels]
     for index in range(len(heights) - 2, -1, -1):
@@ -108,13 +110,13 @@ def _name_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
         bottom += _LABEL_GAP
 
 
-def _spread(capacities: Sequence[int]) -> list[int]:
+def _labeled_capacities(capacities: Sequence[int]) -> list[int]:
     """Return the capacities that get a label: each is at least a fifth larger than the previous one."""
-    kept: list[int] = []
+    labeled: list[int] = []
     for capacity in capacities:
-        if not kept or capacity >= 1.2 * kept[-1]:
-            kept.append(capacity)
-    return kept
+        if not labeled or capacity >= 1.2 * labeled[-1]:
+            labeled.append(capacity)
+    return labeled
 
 
 def _tokens(value: float) -> str:

@@ -26,8 +26,8 @@ def headline(group: MissGroup, num_prompts: int, cause: str) -> str:
         cause += f": {printable(group.key.pattern, keep='')}"
     bound = "at most " if group.is_bound else ""
     mean = " on average" if group.num_prompts > 1 else ""
-    who = f"{group.num_prompts:,} of {num_prompts:,} requests lose" if group.num_prompts > 1 else "1 request loses"
-    return f"{who} {bound}{mean_tokens:,} tokens{mean} {place}{f' ({segments})' if segments else ''}: {cause}."
+    losers = f"{group.num_prompts:,} of {num_prompts:,} requests lose" if group.num_prompts > 1 else "1 request loses"
+    return f"{losers} {bound}{mean_tokens:,} tokens{mean} {place}{f' ({segments})' if segments else ''}: {cause}."
 
 
 def sides(sample: Sample) -> list[str]:
@@ -51,19 +51,19 @@ def sides(sample: Sample) -> list[str]:
 
 
 def _bracket(side: Side, *, has_text: bool) -> str:
-    number = side.num_different
-    different = excerpt(side.text if has_text else side.token_ids[:number])[:_MAX_CHARS]
-    equal = excerpt(side.text_after if has_text else side.token_ids[number:])[:_MAX_CHARS]
-    is_cut = side.span is None or side.span > number
+    num_different = side.num_different
+    different = excerpt(side.text if has_text else side.token_ids[:num_different])[:_MAX_CHARS]
+    equal = excerpt(side.text_after if has_text else side.token_ids[num_different:])[:_MAX_CHARS]
+    is_cut = side.span is None or side.span > num_different
     return f"[{different}{'...' if is_cut else ''}]{equal}"
 
 
-def savings(group: MissGroup, computed: int, price: float | None, *, whole: str = "all computed tokens") -> str:
+def savings(group: MissGroup, computed_tokens: int, price: float | None, *, whole: str = "all computed tokens") -> str:
     """Return what fixing a cause saves, or what it costs if that was not measured.
 
     Args:
         group: the prompts with the cause.
-        computed: number of tokens of which the saved or lost tokens are shown as a share.
+        computed_tokens: number of tokens of which the saved or lost tokens are shown as a share.
         price: price of a million computed tokens; None to print no money.
         whole: name of these tokens in the text.
     """
@@ -72,7 +72,7 @@ def savings(group: MissGroup, computed: int, price: float | None, *, whole: str 
         verb, tokens, seconds = "Costs up to" if group.is_bound else "Costs", group.lost_tokens, group.lost_s
     else:
         verb = "Saves"
-    share = f" ({100 * tokens / computed:.1f} % of {whole})" if computed else ""
-    more = "" if seconds is None else f", {duration(seconds)} of computing"
-    more += "" if price is None else f", worth {tokens / 1e6 * price:,.2f}"
-    return f"{verb} {tokens:,} tokens{share}{more}."
+    share = f" ({100 * tokens / computed_tokens:.1f} % of {whole})" if computed_tokens else ""
+    computing = "" if seconds is None else f", {duration(seconds)} of computing"
+    worth = "" if price is None else f", worth {tokens / 1e6 * price:,.2f}"
+    return f"{verb} {tokens:,} tokens{share}{computing}{worth}."

@@ -114,14 +114,15 @@ def layout_of(model: Checkpoint, subject: str) -> KVLayout:
     sizes = [getattr(model, name) for name in needed]
     missing = [_NAMES[name] for name, size in zip(needed, sizes, strict=True) if size is None]
     if missing:
-        flags, fields = (", ".join(names) for names in zip(*missing, strict=True))
-        raise ConfigError(f"{subject}: requires {flags}, or a --model whose config.json has {fields}")
+        options = ", ".join(option for option, _ in missing)
+        keys = ", ".join(key for _, key in missing)
+        raise ConfigError(f"{subject}: requires {options}, or a --model whose config.json has {keys}")
     if is_latent:
         return LatentKV(*sizes)
     num_layers, num_kv_heads, head_dim = sizes
     if model.sliding is not None:
-        num_others = num_layers - model.sliding.num_layers
-        return MixedKV(model.sliding, HeadKV(num_others, num_kv_heads, head_dim, model.num_query_heads))
+        num_other_layers = num_layers - model.sliding.num_layers
+        return MixedKV(model.sliding, HeadKV(num_other_layers, num_kv_heads, head_dim, model.num_query_heads))
     return HeadKV(num_layers, num_kv_heads, head_dim, model.num_query_heads)
 
 

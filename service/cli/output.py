@@ -110,13 +110,13 @@ def stats_table(stats: StatsResponse) -> str:
     for tier in stats.tiers:
         state = "" if tier.is_working else ", disabled"
         moved = f"{tier.loaded_blocks} loaded, {tier.missed_blocks} missed, {tier.saved_blocks} saved"
-        held = f"{tier.blocks} blocks, {tier.used_bytes} bytes; " if tier.HasField("blocks") else ""
-        rows.append((f"tier {tier.tier}", f"{held}{moved}{state}"))
+        stored = f"{tier.blocks} blocks, {tier.used_bytes} bytes; " if tier.HasField("blocks") else ""
+        rows.append((f"tier {tier.tier}", f"{stored}{moved}{state}"))
     for tenant in stats.tenants:
         reused = percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
-        below = "".join(f", {number} in {name}" for name, number in sorted(tenant.stored_blocks.items()) if number)
-        held = f"{tenant.cached_blocks} blocks{below}, {tenant.hit_tokens} cached tokens{reused}"
-        rows.append((f"tenant {tenant_label(tenant.tenant)}", held))
+        in_tiers = "".join(f", {number} in {name}" for name, number in sorted(tenant.stored_blocks.items()) if number)
+        use = f"{tenant.cached_blocks} blocks{in_tiers}, {tenant.hit_tokens} cached tokens{reused}"
+        rows.append((f"tenant {tenant_label(tenant.tenant)}", use))
     if stats.known_tenants > len(stats.tenants):
         rows.append((f"{stats.known_tenants - len(stats.tenants)} smaller tenants", "by name: --tenant"))
     return _table(rows)
@@ -191,12 +191,13 @@ def _remove_hidden(tree: dict[str, Any], stats: StatsResponse) -> None:
             del tree[name]
         if stats.HasField("blocks"):
             tree["blocks"] = {"total": stats.blocks.total}
-    for part, replica in zip(tree["replicas"], stats.replicas, strict=True):
+    for replica_tree, replica in zip(tree["replicas"], stats.replicas, strict=True):
         if replica.HasField("stats"):
-            _remove_hidden(part["stats"], replica.stats)
+            _remove_hidden(replica_tree["stats"], replica.stats)
 
 
 def _make_numbers(tree: dict[str, Any], descriptor: Any) -> None:  # a Descriptor of either protobuf implementation
+    """Replace 64-bit numbers, which protobuf's JSON writes as strings, by numbers."""
     for field in descriptor.fields:
         value = tree.get(field.name)
         if value is None:

@@ -126,12 +126,12 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    sections = _sections(arguments, _model(arguments))
+    sections = _sections(arguments, _model_with_weights(arguments))
     print(plan_report.json_of(sections) if arguments.json else plan_report.text_of(sections))
 
 
-def _model(arguments: argparse.Namespace) -> Checkpoint:
-    model, weights_bytes = model_of(arguments), arguments.weights_gb
+def _model_with_weights(arguments: argparse.Namespace) -> Checkpoint:
+    model, weights_bytes = model_of(arguments), arguments.weights_gb  # `_gb` has converted this value to bytes
     if arguments.weights != "auto":
         if weights_bytes is not None or arguments.model is None:
             got = "no --model" if weights_bytes is None else "--weights-gb"
@@ -172,15 +172,16 @@ def _state_section(arguments: argparse.Namespace, model: Checkpoint, token_bytes
 
 def _fit_section(arguments: argparse.Namespace, model: Checkpoint, rank_token_bytes: int) -> ReportSection | None:
     if arguments.memory_bytes is None:
-        is_requested = not (arguments.weights_gb is arguments.overhead_gb is arguments.user_gb is None)
-        if is_requested or arguments.weights != "auto":
+        sizes = (arguments.weights_gb, arguments.overhead_gb, arguments.user_gb)
+        if arguments.weights != "auto" or any(size is not None for size in sizes):
             raise ConfigError(
                 "plan: --weights, --weights-gb, --overhead-gb and --user-gb require --memory-gb or --memory-gib"
             )
         return None
     if model.weights_bytes is None:
         raise ConfigError("plan: --memory-gb and --memory-gib require --weights-gb, or a --model with weight files")
-    device = DeviceMemory(arguments.memory_bytes, -(-model.weights_bytes // arguments.tp), arguments.overhead_gb or 0)
+    rank_weights_bytes = -(-model.weights_bytes // arguments.tp)  # rounded up
+    device = DeviceMemory(arguments.memory_bytes, rank_weights_bytes, arguments.overhead_gb or 0)
     user_bytes, state_bytes = arguments.user_gb, model.state_bytes or 0
     if user_bytes is None:
         num_blocks = BlockUse(arguments.context, arguments.block_size).num_blocks
@@ -244,9 +245,9 @@ def _tier_section(arguments: argparse.Namespace, token_bytes: int) -> ReportSect
         if arguments.time_model is not None:
             raise ConfigError("plan: --time-model requires --tier")
         return None
-    rates = {"host": arguments.pcie_gb_s, "disk": _DISK_GB_S, **arguments.tier_gb_s}
+    gb_per_s = {"host": arguments.pcie_gb_s, "disk": _DISK_GB_S, **arguments.tier_gb_s}
     links = [
-        LoadTime(rates.get(tier.name, _NETWORK_GB_S) * GB, arguments.tier_ms.get(tier.name, 0.0) / 1e3)
+        LoadTime(gb_per_s.get(tier.name, _NETWORK_GB_S) * GB, arguments.tier_ms.get(tier.name, 0.0) / 1e3)
         for tier in tiers
     ]
     tokens_per_s = arguments.prefill_tokens_per_s

@@ -29,7 +29,7 @@ from radixkv.storage.kv_layout import HeadKV, KVFormat, KVLayout, LatentKV, Mixe
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _DECIMAL = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _MAX_RUN_BLOCKS = 2**13  # if loading a run of this length is not faster than computing it, loading never is
-_FAR_BLOCKS = 1024
+_LONG_LOAD_BLOCKS = 1024  # of the second of two loads, from which latency and bandwidth are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,11 @@ class ReportSection:
 
 def text_of(sections: Sequence[ReportSection]) -> str:
     """Return the sections as tables, one below the other."""
-    return "\n\n".join(
-        "\n".join([section.title, *(f"  {line}" for line in align_columns(section.rows))]) for section in sections
-    )
+    tables = []
+    for section in sections:
+        lines = [f"  {line}" for line in align_columns(section.rows)]
+        tables.append("\n".join([section.title, *lines]))
+    return "\n\n".join(tables)
 
 
 def json_of(sections: Sequence[ReportSection]) -> str:
@@ -82,7 +84,8 @@ def token_section(layout: KVLayout, kv_format: KVFormat, tensor_parallel: int) -
     rank_token_bytes = layout.rank_token_bytes(kv_format, tensor_parallel)
     scales = ", a float32 scale per vector" if kv_format.has_scales else ""
     latent = layout if isinstance(layout, LatentKV) else None
-    heads = layout.other if isinstance(layout, MixedKV) else layout if isinstance(layout, HeadKV) else None
+    shape = layout.other if isinstance(layout, MixedKV) else layout
+    heads = shape if isinstance(shape, HeadKV) else None
     rows = [
         ("stored", f"{layout}, {kv_format.name}{scales}"),
         ("per token", f"{token_bytes:,} bytes, {_size(token_bytes)}"),
@@ -232,12 +235,13 @@ def windowed_section(
         layout, kv_format, token_bytes: the layout, the format and the bytes per token of the whole model.
     """
     num_layers, num_blocks = layout.num_layers, BlockUse(use.num_tokens, use.block_size).num_blocks
-    windowed, other = num_windowed_layers, num_layers - num_windowed_layers
+    # The parts of a block's bytes in windowed and in other layers, as a ratio.
+    windowed_parts, other_parts = num_windowed_layers, num_layers - num_windowed_layers
     if isinstance(layout, MixedKV):  # the layers store different numbers of bytes
-        windowed, other = layout.sliding.token_bytes(kv_format), layout.other.token_bytes(kv_format)
-    unit_bytes = use.block_size * token_bytes // (windowed + other)
-    sequence_bytes = unit_bytes * (num_blocks * other + use.num_blocks * windowed)
-    shares = layer_shares(windowed, other)
+        windowed_parts, other_parts = layout.sliding.token_bytes(kv_format), layout.other.token_bytes(kv_format)
+    part_bytes = use.block_size * token_bytes // (windowed_parts + other_parts)
+    sequence_bytes = part_bytes * (num_blocks * other_parts + use.num_blocks * windowed_parts)
+    shares = layer_shares(windowed_parts, other_parts)
     rows = [
         ("layers", f"{num_windowed_layers} of {num_layers}, a window of {use.window:,} tokens"),
         (
@@ -289,17 +293,22 @@ def transfer_section(
     token_bytes: int, *, parameters: float, pcie_bytes_per_s: float, hbm_bytes_per_s: float, flops_per_s: float
 ) -> ReportSection:
     """Compare loading the K/V of a token from the host with recomputing them."""
-    load, recompute = load_us(token_bytes, pcie_bytes_per_s), recompute_us(parameters, flops_per_s)
+    load_token_us = load_us(token_bytes, pcie_bytes_per_s)
+    recompute_token_us = recompute_us(parameters, flops_per_s)
     ratio = hbm_bytes_per_s / pcie_bytes_per_s
     rows = [
-        ("load", f"{load:.2f} us per token, PCIe at {pcie_bytes_per_s / GB:g} GB/s"),
+        ("load", f"{load_token_us:.2f} us per token, PCIe at {pcie_bytes_per_s / GB:g} GB/s"),
         (
             "recompute",
-            f"{recompute:.2f} us per token, {parameters / 1e9:g}B params at {flops_per_s / 1e12:g} TFLOP/s",
+            f"{recompute_token_us:.2f} us per token, {parameters / 1e9:g}B params at {flops_per_s / 1e12:g} TFLOP/s",
         ),
         ("HBM to PCIe", f"{ratio:.1f}x, HBM at {hbm_bytes_per_s / GB:g} GB/s"),
     ]
-    fields = {"load_us_per_token": load, "recompute_us_per_token": recompute, "hbm_to_pcie_ratio": ratio}
+    fields = {
+        "load_us_per_token": load_token_us,
+        "recompute_us_per_token": recompute_token_us,
+        "hbm_to_pcie_ratio": ratio,
+    }
     return ReportSection("load or recompute", rows, fields)
 
 
@@ -373,14 +382,17 @@ def min_loaded_blocks(link: LoadTime, block_bytes: int, block_size: int, tokens_
 
     The engine's own `LoadOrCompute` decides, after it has measured these rates.
     """
-    choice = LoadOrCompute(block_size)
-    choice.note_step(block_size / tokens_per_s, [(0, block_size)])
-    for num_blocks in (1, _FAR_BLOCKS):
-        choice.note_start("tier", num_blocks)
-        choice.note_end("tier", num_blocks, link.latency_s + num_blocks * block_bytes / link.bytes_per_s)
-    min_blocks = 1 + bisect_left(
-        range(1, _MAX_RUN_BLOCKS + 1), 1, key=lambda length: min(1, choice.choose(0, ["tier"] * length).num_blocks)
-    )
+    load_or_compute = LoadOrCompute(block_size)
+    load_or_compute.note_step(block_size / tokens_per_s, [(0, block_size)])
+    for num_blocks in (1, _LONG_LOAD_BLOCKS):
+        load_or_compute.note_start("tier", num_blocks)
+        load_or_compute.note_end("tier", num_blocks, link.latency_s + num_blocks * block_bytes / link.bytes_per_s)
+
+    def is_loaded(num_blocks: int) -> bool:
+        return load_or_compute.choose(0, ["tier"] * num_blocks).num_blocks > 0
+
+    # Longer runs are loaded as well, so a binary search finds the shortest one.
+    min_blocks = 1 + bisect_left(range(1, _MAX_RUN_BLOCKS + 1), True, key=is_loaded)
     return min_blocks if min_blocks <= _MAX_RUN_BLOCKS else None
 
 

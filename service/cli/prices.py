@@ -20,7 +20,7 @@ TIERS = ("device", "host", "disk", "remote")
 """The tiers of a statement, as its fields name them."""
 _TOKENS = "per_million_tokens"
 _TOKEN_HOURS = "per_million_token_hours"
-# The field of a statement that a price applies to.
+# The items that are priced by tokens, each with the field of a statement that has its quantity.
 _TOKEN_FIELDS = {
     "computed": "computed_tokens",
     "generated": "generated_tokens",
@@ -105,39 +105,32 @@ class PriceList(NamedTuple):
         if isinstance(decimals, bool) or not isinstance(decimals, int) or not 0 <= decimals <= _MAX_DECIMALS:
             raise ConfigError(f"decimals: expected 0 to {_MAX_DECIMALS}, got {decimals!r}")
         tokens = {name: _price(f"{_TOKENS}.{name}", price) for name, price in tree.get(_TOKENS, {}).items()}
-        hours = {name: _price(f"{_TOKEN_HOURS}.{name}", price) for name, price in tree.get(_TOKEN_HOURS, {}).items()}
+        token_hours = {
+            name: _price(f"{_TOKEN_HOURS}.{name}", price) for name, price in tree.get(_TOKEN_HOURS, {}).items()
+        }
         cached = tokens.pop("cached", None)
         if cached is not None:
             tokens = {**{f"cached_{tier}": cached for tier in TIERS}, **tokens}
-        if not tokens and not hours:
+        if not tokens and not token_hours:
             raise ConfigError(f"prices: expected at least one in {_TOKENS} or {_TOKEN_HOURS}, got none")
-        return cls(currency, decimals, tokens, hours)
+        return cls(currency, decimals, tokens, token_hours)
 
     def invoice(self, line: StatementLine) -> list[InvoiceItem]:
         """Return the items of a line of a statement that have a price and a quantity."""
-        quantities = [
-            *(
-                (item, getattr(line, field), "tokens", self.per_million_tokens.get(item), 1)
-                for item, field in _TOKEN_FIELDS.items()
-            ),
-            *(
-                (
-                    f"resident_{tier}",
-                    round(getattr(line, f"{tier}_token_s")),
-                    "token_s",
-                    self.per_million_token_hours.get(tier),
-                    HOUR_S,
-                )
-                for tier in TIERS
-            ),
-        ]
-        return [
-            InvoiceItem(item, quantity, unit, price, self._amount(quantity, price, divisor))
-            for item, quantity, unit, price, divisor in quantities
-            if price is not None and quantity
-        ]
+        items = []
+        for item, field in _TOKEN_FIELDS.items():
+            quantity, price = getattr(line, field), self.per_million_tokens.get(item)
+            if price is not None and quantity:
+                items.append(InvoiceItem(item, quantity, "tokens", price, self._amount(quantity, price, 1)))
+        for tier in TIERS:
+            quantity, price = round(getattr(line, f"{tier}_token_s")), self.per_million_token_hours.get(tier)
+            if price is not None and quantity:
+                amount = self._amount(quantity, price, HOUR_S)
+                items.append(InvoiceItem(f"resident_{tier}", quantity, "token_s", price, amount))
+        return items
 
     def _amount(self, quantity: int, price: Decimal, divisor: int) -> Decimal:
+        """Return the rounded amount for a quantity; `price` is that of a million times `divisor`."""
         exact = _EXACT.divide(_EXACT.multiply(Decimal(quantity), price), Decimal(_MILLION * divisor))
         return exact.quantize(Decimal(1).scaleb(-self.decimals), context=_EXACT)
 

@@ -64,7 +64,7 @@ def add_prompt(command: argparse.ArgumentParser) -> None:
     """Add all options of a prompt to a command: its tokens, its namespace, and its use of the cache."""
     add_tokens(command)
     add_namespace(command)
-    use = (
+    use_options = (
         flag("--no-read-cache", "compute every token, without reuse"),
         flag("--no-write-cache", "do not cache the computed tokens"),
         Option(
@@ -86,7 +86,7 @@ def add_prompt(command: argparse.ArgumentParser) -> None:
             "priority among the requests of the tenant; a point counts as a second of waiting (default: 50)",
         ),
     )
-    add_options(command.add_argument_group("cache and queue"), use)
+    add_options(command.add_argument_group("cache and queue"), use_options)
 
 
 def add_namespace(command: argparse.ArgumentParser) -> None:

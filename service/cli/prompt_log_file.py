@@ -20,6 +20,7 @@ from radixkv.service.text.rendered_segments import segments_of
 if TYPE_CHECKING:
     from radixkv.service.text.tokenizer import Tokenizer
 
+# The names that a field may have, by what it contains. The first name that a record has counts.
 _BODIES = ("body", "request", "payload")
 _TOKENS = ("token_ids", "prompt_token_ids", "input_ids", "prompt")
 _TEXTS = ("text", "prompt", "input")
@@ -28,9 +29,10 @@ _SESSIONS = ("session_id", "session", "conversation_id")
 _ANSWERS = ("output_token_ids", "answer_token_ids")
 _SALTS = ("salt", "cache_salt")
 # Fields of a request to /v1/messages that its prompt is read from.
-_ANTHROPIC = ("model", "system", "messages", "tools", "tool_choice", "thinking")
-_BLOCKS = frozenset({"tool_use", "tool_result", "thinking", "redacted_thinking", "document"})
-_CLOCK_MS = 1e11  # later timestamps are in milliseconds
+_ANTHROPIC_FIELDS = ("model", "system", "messages", "tools", "tool_choice", "thinking")
+# Types of content blocks that only requests to /v1/messages have.
+_ANTHROPIC_BLOCKS = frozenset({"tool_use", "tool_result", "thinking", "redacted_thinking", "document"})
+_MIN_CLOCK_MS = 1e11  # timestamps above this value are in milliseconds, others in seconds
 _MAX_TOKEN = 2**32
 
 GetTokenizer = Callable[[], "Tokenizer"]
@@ -81,10 +83,16 @@ class PromptLogReader:
         all_fields = {**body, **fields} if body is not fields else fields
         encoded = self._encode(where, body)
         answer = _first(all_fields, _ANSWERS)
+        namespace = Namespace(
+            _text(all_fields, ("model",), where),
+            _text(all_fields, ("tenant",), where),
+            _text(all_fields, ("adapter",), where),
+            _text(all_fields, _SALTS, where),
+        )
         prompt = LoggedPrompt(
             where,
             len(encoded.token_ids),
-            Namespace(*(_text(all_fields, names, where) for names in (("model",), ("tenant",), ("adapter",), _SALTS))),
+            namespace,
             _session(all_fields, where),
             self._time_s(all_fields, where),
             _segments(all_fields, where, len(encoded.token_ids)) or encoded.segment_of,
@@ -135,7 +143,7 @@ class PromptLogReader:
                 raise ConfigError(f"{where}: timestamp: expected seconds or ISO 8601, got other text") from None
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
             raise ConfigError(f"{where}: timestamp: expected seconds of at least 0, got another value")
-        time_s = value / 1000 if value > _CLOCK_MS else float(value)
+        time_s = value / 1000 if value > _MIN_CLOCK_MS else float(value)
         self._start_s = time_s if self._start_s is None else self._start_s
         return max(0.0, time_s - self._start_s)
 
@@ -155,9 +163,9 @@ def _with_messages(body: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(items, list) or not items or not isinstance(items[0], dict):
         return body
     instructions = body.get("instructions")
-    first = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
-    others = {name: value for name, value in body.items() if name != "input"}
-    return {**others, "messages": [*first, *items]}
+    system_messages = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
+    other_fields = {name: value for name, value in body.items() if name != "input"}
+    return {**other_fields, "messages": [*system_messages, *items]}
 
 
 def _encode_chat(tokenizer: Tokenizer, body: Mapping[str, Any]) -> _EncodedPrompt:
@@ -166,7 +174,7 @@ def _encode_chat(tokenizer: Tokenizer, body: Mapping[str, Any]) -> _EncodedPromp
         from radixkv.service.http.anthropic_requests import read_prompt_only
         from radixkv.service.http.json_fields import Fields
 
-        prompt, _ = read_prompt_only(Fields({name: body[name] for name in _ANTHROPIC if name in body}))
+        prompt, _ = read_prompt_only(Fields({name: body[name] for name in _ANTHROPIC_FIELDS if name in body}))
         messages, documents = prompt.messages, prompt.documents or None
         tools = prompt.tools.definitions or None
     variables = body.get("chat_template_kwargs") or None
@@ -175,8 +183,9 @@ def _encode_chat(tokenizer: Tokenizer, body: Mapping[str, Any]) -> _EncodedPromp
         return tokenizer.render_chat(messages, tools=shown_tools, documents=documents, chat_template_kwargs=variables)
 
     text = render(tools)
+    text_without_tools = text if tools is None else render(None)
     ids, ends = tokenizer.encode_with_ends(text)
-    return _EncodedPrompt(ids, segments_of(messages, text, text if tools is None else render(None), ends))
+    return _EncodedPrompt(ids, segments_of(messages, text, text_without_tools, ends))
 
 
 def _encode_plainly(tokenizer: Tokenizer, body: Mapping[str, Any]) -> _EncodedPrompt:
@@ -186,11 +195,15 @@ def _encode_plainly(tokenizer: Tokenizer, body: Mapping[str, Any]) -> _EncodedPr
 
 
 def _is_anthropic(body: Mapping[str, Any]) -> bool:
+    """Return whether a body is one of a request to /v1/messages, which OpenAI's API would not accept."""
     if body.get("system") is not None or any("input_schema" in each for each in body.get("tools") or ()):
         return True
     contents = [each.get("content") for each in body["messages"] if isinstance(each, dict)]
-    blocks = [block for each in contents if isinstance(each, list) for block in each if isinstance(block, dict)]
-    return any(block.get("type") in _BLOCKS for block in blocks)
+    for content in contents:
+        blocks = content if isinstance(content, list) else []
+        if any(isinstance(block, dict) and block.get("type") in _ANTHROPIC_BLOCKS for block in blocks):
+            return True
+    return False
 
 
 def _first(fields: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -223,11 +236,13 @@ def _segments(fields: Mapping[str, Any], where: str, num_tokens: int) -> Segment
     if values is None:
         return None
     try:
-        pairs = [
-            (each["name"], each["end"] if "end" in each else each["end_token"]) if isinstance(each, dict) else each
-            for each in values
-        ]
-        segments = [PromptSegment(str(name), int(end)) for name, end in pairs]
+        segments = []
+        for each in values:
+            if isinstance(each, dict):
+                name, end = each["name"], each["end"] if "end" in each else each["end_token"]
+            else:
+                name, end = each
+            segments.append(PromptSegment(str(name), int(end)))
         require_segments(segments)
     except (TypeError, ValueError, KeyError, RadixKVError):
         raise ConfigError(

@@ -27,7 +27,8 @@ def add_arguments(purge: argparse.ArgumentParser) -> None:
 
 def _purge(arguments: argparse.Namespace) -> None:
     names = {each: getattr(arguments, each) for each in _NAMES}
-    if arguments.all is not (set(names.values()) == {None}):
+    has_name = any(value is not None for value in names.values())
+    if arguments.all == has_name:
         raise ConfigError("purge: expected either --all, or one or more of --tenant, --adapter, --salt")
     with client_of(arguments) as client:
         purged = client.purge(**names, everything=arguments.all)

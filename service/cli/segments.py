@@ -75,9 +75,9 @@ def _segments(arguments: argparse.Namespace) -> None:
     if arguments.session and (arguments.hottest or arguments.page_token or arguments.store):
         raise ConfigError("segments: --session can't be combined with --hottest, --page-token or --store")
     with client_of(arguments) as client:
-        response = _page(client, arguments, arguments.page_token)
+        response = _fetch_page(client, arguments, arguments.page_token)
         while arguments.all and response.next_page_token:
-            next_page = _page(client, arguments, response.next_page_token)
+            next_page = _fetch_page(client, arguments, response.next_page_token)
             next_page.compared_segments += response.compared_segments
             response.ClearField("next_page_token")
             response.MergeFrom(next_page)
@@ -89,7 +89,7 @@ def _segments(arguments: argparse.Namespace) -> None:
         print("\n".join([*align_columns(rows, is_right=True), summary]))
 
 
-def _page(client: Client, arguments: argparse.Namespace, page_token: str) -> ListSegmentsResponse:
+def _fetch_page(client: Client, arguments: argparse.Namespace, page_token: str) -> ListSegmentsResponse:
     return client.segments(
         tenant=arguments.tenant or ("" if arguments.session else None),
         page_size=arguments.page_size,

@@ -164,7 +164,7 @@ def _run(config: Config, progress: StartProgress) -> None:
 
 
 def _warn_of_turn_end(model_path: str, eos_token_ids: Set[int]) -> None:
-    """Log if the chat template of a model ends answers with a token that does not end a generation.
+    """Log a warning if the chat template of a model ends answers with a token that does not end a generation.
 
     Tokenizers without `tokenizer.json` are not checked, because loading them takes seconds.
     """
@@ -176,15 +176,19 @@ def _warn_of_turn_end(model_path: str, eos_token_ids: Set[int]) -> None:
     from radixkv.service.text.tokenizer import Tokenizer
 
     try:
-        end = Tokenizer.load(directory).turn_end()
+        turn_end = Tokenizer.load(directory).turn_end()
     except (ModuleNotFoundError, ValueError):  # requests that need the tokenizer fail with the reason
         return
-    if end is not None and end[1] not in eos_token_ids:
+    if turn_end is None:
+        return
+    token, token_id = turn_end
+    if token_id not in eos_token_ids:
         _logger.warning(
             "the chat template ends answers with %s (%d), which neither generation_config.json nor config.json nor the "
             "tokenizer names as end of sequence: if the model continues after it, add it to eos_token_id in "
             "generation_config.json, or send it in stop_token_ids",
-            *end,
+            token,
+            token_id,
         )
 
 

@@ -119,19 +119,19 @@ def _run_simulations(arguments: argparse.Namespace) -> str:
     plot = None if arguments.plot is None else Path(arguments.plot)
     if plot is not None:
         _require_plottable(plot)
-    times = None if arguments.time_model in (None, _RECORDED) else TimeModel.read(Path(arguments.time_model))
+    time_model = None if arguments.time_model in (None, _RECORDED) else TimeModel.read(Path(arguments.time_model))
     requests, probation_share = requests_of(arguments), arguments.probation_share
     if arguments.time_model == _RECORDED:
-        times = _recorded_times(requests, tiers)
+        time_model = _recorded_times(requests, tiers)
     simulations = _simulate_all(
-        requests, policies, capacities_tokens, block_size, probation_share, tiers, arguments.hints, times
+        requests, policies, capacities_tokens, block_size, probation_share, tiers, arguments.hints, time_model
     )
     if plot is not None:
         from radixkv.service.cli.hit_rate_plot import draw_hit_rates
 
-        bound_policies = [] if OPTIMAL in policies else [OPTIMAL]
-        bound = _simulate_all(requests, bound_policies, capacities_tokens, block_size, probation_share, tiers)
-        draw_hit_rates(plot, [*simulations, *bound], Path(arguments.trace).name)
+        missing_policies = [] if OPTIMAL in policies else [OPTIMAL]
+        optima = _simulate_all(requests, missing_policies, capacities_tokens, block_size, probation_share, tiers)
+        draw_hit_rates(plot, [*simulations, *optima], Path(arguments.trace).name)
     if arguments.json:
         return json.dumps([_object_of(simulation) for simulation in simulations], indent=2)
     return simulation_table(simulations)
@@ -157,11 +157,24 @@ def _recorded_times(requests: Sequence[TraceRequest], tiers: Sequence[TierCapaci
 
 def simulation_table(simulations: Sequence[Simulation]) -> str:
     """Return a table with one line per policy and capacity; with tiers, also the hits and writes of each tier."""
-    names = list(dict.fromkeys(tier.tier for each in simulations for tier in each.tiers))
-    parts = ["device", *names] if names else []
-    written = [f"{name} {verb}" for name in names for verb in ("written", "loaded")]
-    latencies = ["TTFT p50", "p95", "returns", "ready", "timely"] if any(each.latency for each in simulations) else []
-    rows = [("policy", "capacity", "hit rate", *parts, "cached", "evicted", *written, *latencies, "time")]
+    tier_names = list(dict.fromkeys(tier.tier for each in simulations for tier in each.tiers))
+    rate_columns = ["device", *tier_names] if tier_names else []
+    block_columns = [f"{name} {verb}" for name in tier_names for verb in ("written", "loaded")]
+    has_latencies = any(each.latency for each in simulations)
+    latency_columns = ["TTFT p50", "p95", "returns", "ready", "timely"] if has_latencies else []
+    rows = [
+        (
+            "policy",
+            "capacity",
+            "hit rate",
+            *rate_columns,
+            "cached",
+            "evicted",
+            *block_columns,
+            *latency_columns,
+            "time",
+        )
+    ]
     for each in simulations:
         tiers = {tier.tier: tier for tier in each.tiers}
         rates = {"device": each.device_tokens / each.prompt_tokens} if tiers else {}
@@ -171,24 +184,24 @@ def simulation_table(simulations: Sequence[Simulation]) -> str:
                 each.policy,
                 f"{each.capacity_tokens:,}",
                 f"{each.token_hit_rate:.4f}",
-                *(f"{rates[part]:.4f}" if part in rates else "-" for part in parts),
+                *(f"{rates[column]:.4f}" if column in rates else "-" for column in rate_columns),
                 f"{each.cached_tokens:,}",
                 f"{each.evicted_tokens:,}",
-                *(_count(tiers.get(name), verb) for name in names for verb in ("written", "loaded")),
-                *_latency_cells(each.latency, len(latencies)),
+                *(_block_cell(tiers.get(name), verb) for name in tier_names for verb in ("written", "loaded")),
+                *_latency_cells(each.latency, len(latency_columns)),
                 f"{each.seconds:.1f} s",
             )
         )
     first = simulations[0]
-    about = f"{first.requests:,} requests, {first.prompt_tokens:,} prompt tokens, blocks of {first.block_size}"
-    notes = ["hit rates count tokens, writes and loads count blocks"] if names else []
-    if latencies:
+    summary = f"{first.requests:,} requests, {first.prompt_tokens:,} prompt tokens, blocks of {first.block_size}"
+    notes = ["hit rates count tokens, writes and loads count blocks"] if tier_names else []
+    if has_latencies:
         notes.append("returns: requests after a tool call; ready: what they repeat was on the device")
         notes.append("timely: TTFT at most 1.1 times what it would have been if the return had been ready")
-    return "\n".join([about, *notes, "", *align_columns(rows, is_right=True)])
+    return "\n".join([summary, *notes, "", *align_columns(rows, is_right=True)])
 
 
-def _count(usage: TierUsage | None, verb: str) -> str:
+def _block_cell(usage: TierUsage | None, verb: str) -> str:
     if usage is None:
         return "-"
     return f"{usage.written_blocks if verb == 'written' else usage.loaded_blocks:,}"

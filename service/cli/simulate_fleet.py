@@ -104,24 +104,24 @@ def fleet_table(results: Sequence[FleetComparison]) -> str:
     """Return a table with one line per simulation."""
     rows = [("routing", "policy", "capacity", "hit rate", "one cache", "share", "spread", "busy", "p50", "p99", "time")]
     for result in results:
-        each = result.fleet
+        fleet = result.fleet
         rows.append(
             (
-                each.routing,
-                each.policy,
-                f"{each.replicas} x {each.capacity_tokens:,}",
-                f"{each.token_hit_rate:.4f}",
+                fleet.routing,
+                fleet.policy,
+                f"{fleet.replicas} x {fleet.capacity_tokens:,}",
+                f"{fleet.token_hit_rate:.4f}",
                 f"{result.single.token_hit_rate:.4f}",
                 f"{result.share:.3f}",
-                f"{each.load_spread:.3f}",
-                f"{each.busy:.2f}",
-                f"{each.ttft_p50_s:.2f} s",
-                f"{each.ttft_p99_s:.2f} s",
-                f"{each.seconds:.1f} s",
+                f"{fleet.load_spread:.3f}",
+                f"{fleet.busy:.2f}",
+                f"{fleet.ttft_p50_s:.2f} s",
+                f"{fleet.ttft_p99_s:.2f} s",
+                f"{fleet.seconds:.1f} s",
             )
         )
     first = results[0].fleet
-    about = (
+    summary = (
         f"{first.requests:,} requests, {first.prompt_tokens:,} prompt tokens, blocks of {first.block_size}, "
         f"{first.tokens_per_s:g} tokens/s per server"
     )
@@ -129,7 +129,7 @@ def fleet_table(results: Sequence[FleetComparison]) -> str:
         "share: hit rate divided by that of one cache with the capacity of all replicas",
         "spread: computed tokens of the busiest server divided by the mean; p50, p99: time to first token",
     )
-    return "\n".join([about, *notes, "", *align_columns(rows, is_right=True)])
+    return "\n".join([summary, *notes, "", *align_columns(rows, is_right=True)])
 
 
 def _compare(

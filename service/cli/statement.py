@@ -89,10 +89,10 @@ def statement_json(statement: StatementResponse, prices: PriceList | None) -> st
     tree = json.loads(json_of(statement))
     items: list[InvoiceItem] = []
     for line, fields in zip(statement.lines, tree["lines"], strict=True):
-        own = prices.invoice(line)
-        items += own
-        fields["invoice"] = [_item_fields(each) for each in own]
-        fields["amount"] = f"{total_of(own, prices.decimals):f}"
+        line_items = prices.invoice(line)
+        items += line_items
+        fields["invoice"] = [_item_fields(each) for each in line_items]
+        fields["amount"] = f"{total_of(line_items, prices.decimals):f}"
     tree["currency"] = prices.currency
     tree["amount"] = f"{total_of(items, prices.decimals):f}"
     return json.dumps(tree, indent=2)
@@ -117,12 +117,14 @@ def _csv_rows(statement: StatementResponse, prices: PriceList | None) -> Iterato
 
 def statement_text(statement: StatementResponse, prices: PriceList | None = None) -> str:
     """Return a statement as tables to read."""
-    first = f"{statement.since} to {statement.until} (UTC), of which {duration(statement.covered_s)} were accounted"
+    accounted = duration(statement.covered_s)
+    range_text = f"{statement.since} to {statement.until} (UTC), of which {accounted} were accounted"
     if not statement.lines:
-        return f"{first}. No use was recorded."
-    lines = [first, "", *align_columns(list(_rows(statement)), is_right=True)]
-    more = [_ceiling_note(line) for line in statement.lines if line.more_hit_tokens_at_twice_ceiling]
-    lines += ["", *more] if more else []
+        return f"{range_text}. No use was recorded."
+    lines = [range_text, "", *align_columns(list(_rows(statement)), is_right=True)]
+    ceiling_notes = [_ceiling_note(line) for line in statement.lines if line.more_hit_tokens_at_twice_ceiling]
+    if ceiling_notes:
+        lines += ["", *ceiling_notes]
     if prices is not None:
         lines += ["", *_invoice_text(statement, prices)]
     return "\n".join(lines)
@@ -144,8 +146,8 @@ def _rows(statement: StatementResponse) -> Iterator[tuple[str, ...]]:
 
 
 def _ceiling_note(line: StatementLine) -> str:
-    tenant, number = printable(tenant_label(line.tenant), keep=""), line.more_hit_tokens_at_twice_ceiling
-    return f"With twice its ceiling, {tenant} would have saved about {number:,} more tokens in {line.period}."
+    tenant, num_tokens = printable(tenant_label(line.tenant), keep=""), line.more_hit_tokens_at_twice_ceiling
+    return f"With twice its ceiling, {tenant} would have saved about {num_tokens:,} more tokens in {line.period}."
 
 
 def _invoice_text(statement: StatementResponse, prices: PriceList) -> Iterator[str]:

@@ -16,15 +16,16 @@ def align_columns(rows: Sequence[Sequence[str]], *, is_right: bool = False) -> l
     >>> align_columns([("policy", "hits"), ("lru", "7")], is_right=True)
     ['policy  hits', 'lru        7']
     """
-    safe = [[printable(cell, keep="") for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in itertools.zip_longest(*safe, fillvalue="")]
-    return [
-        "  ".join(
+    printable_rows = [[printable(cell, keep="") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*printable_rows, fillvalue="")]
+    lines = []
+    for row in printable_rows:
+        cells = [
             cell.rjust(width) if is_right and index else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        for row in safe
-    ]
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def percent(part: int, whole: int) -> str:

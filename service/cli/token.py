@@ -28,7 +28,7 @@ _ROLES = (
     flag("--reader", "make a token for metrics and statistics only"),
 )
 _NAME = Option("--name", "NAME", name, "name of the credential in the log", more={"required": True})
-_REST = (
+_ENTRY_OPTIONS = (
     Option("--days", "N", days, "days until it expires (default: never)"),
     Option("--file", "FILE", None, "TOML file to add the entry to; created if missing (default: none)"),
 )
@@ -47,7 +47,7 @@ def add_arguments(token: argparse.ArgumentParser) -> None:
     )
     add_options(new, (_NAME,))
     add_choice(new, _ROLES, is_required=True)
-    add_options(new, _REST)
+    add_options(new, _ENTRY_OPTIONS)
     new.set_defaults(command=_new)
 
 
@@ -89,12 +89,12 @@ def _add(path: Path, entry: str) -> None:
         ConfigError: the file can't be read or written, or would not be a valid credentials file. The file is unchanged.
     """
     try:
-        before = path.read_text(encoding="utf-8") if path.exists() else ""
-        added = ("\n" if before else "") + entry
-        parse_credentials(before + added)
+        old_text = path.read_text(encoding="utf-8") if path.exists() else ""
+        added_text = ("\n" if old_text else "") + entry
+        parse_credentials(old_text + added_text)
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(added)
+            file.write(added_text)
     except UnicodeDecodeError as error:
         raise ConfigError("--file: the file is not UTF-8") from error
     except OSError as error:

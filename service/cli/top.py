@@ -81,13 +81,16 @@ def screen(
     stats = now.stats
     if before is not None and before.stats.epoch != stats.epoch:
         before = None
-    parts = [[f"radixkv  {stats.model} on {stats.device}, up {duration(stats.uptime_s)}"]]
+    sections = [[f"radixkv  {stats.model} on {stats.device}, up {duration(stats.uptime_s)}"]]
     if stats.HasField("requests"):
-        parts[0].append(_requests(stats))
-        parts.append(_rates(stats, None if before is None else before.stats))
-        parts.append([*_blocks(stats, max(_MIN_COLUMNS, num_columns)), *map(_store, stats.tiers)])
-    parts += [_tenant_lines(stats), *([_session_lines(stats)] if stats.sessions else []), _segments(now.hottest)]
-    lines = [line for part in parts for line in ("", *part)][1:]
+        sections[0].append(_requests_line(stats))
+        sections.append(_rate_lines(stats, None if before is None else before.stats))
+        sections.append([*_block_lines(stats, max(_MIN_COLUMNS, num_columns)), *map(_tier_line, stats.tiers)])
+    sections.append(_tenant_lines(stats))
+    if stats.sessions:
+        sections.append(_session_lines(stats))
+    sections.append(_segment_lines(now.hottest))
+    lines = [line for section in sections for line in (*section, "")][:-1]  # an empty line between two sections
     return [line[:num_columns] for line in lines[:num_lines]]
 
 
@@ -97,7 +100,7 @@ def _top(arguments: argparse.Namespace) -> None:
         before: StatsSample | None = None
         try:
             while True:
-                now = _read(client, arguments.tenant)
+                now = _fetch_sample(client, arguments.tenant)
                 if arguments.json:
                     print(_json(now), flush=True)
                 elif is_drawn:
@@ -116,14 +119,14 @@ def _top(arguments: argparse.Namespace) -> None:
             return
 
 
-def _read(client: Client, tenant: str | None) -> StatsSample:
+def _fetch_sample(client: Client, tenant: str | None) -> StatsSample:
     stats = client.stats(max_tenants=_MAX_TENANTS, max_sessions=_MAX_SESSIONS)
     return StatsSample(stats, client.segments(tenant=tenant, page_size=_MAX_SEGMENTS, hottest_first=True))
 
 
 def _json(sample: StatsSample) -> str:
-    parts = {"stats": sample.stats, "hottest": sample.hottest}
-    return json.dumps({name: json.loads(json_of(message)) for name, message in parts.items()})
+    messages = {"stats": sample.stats, "hottest": sample.hottest}
+    return json.dumps({name: json.loads(json_of(message)) for name, message in messages.items()})
 
 
 @contextmanager
@@ -137,19 +140,19 @@ def _alternate_screen(is_used: bool) -> Iterator[None]:
             print(_LEAVE, end="", flush=True)
 
 
-def _requests(stats: StatsResponse) -> str:
+def _requests_line(stats: StatsResponse) -> str:
     requests = stats.requests
     waiting = requests.waiting + requests.following
     ended = f"{requests.finished} finished, {requests.failed} failed"
     return f"requests  {requests.running} running, {waiting} waiting, {ended}"
 
 
-def _rates(stats: StatsResponse, before: StatsResponse | None) -> list[str]:
-    then = StatsResponse() if before is None else before
-    seconds = max(stats.uptime_s - then.uptime_s, 1e-3)
-    prompt, cached = stats.tokens.prompt - then.tokens.prompt, stats.tokens.cached - then.tokens.cached
-    generated = stats.tokens.generated - then.tokens.generated
-    finished = stats.requests.finished - then.requests.finished
+def _rate_lines(stats: StatsResponse, before: StatsResponse | None) -> list[str]:
+    start = StatsResponse() if before is None else before
+    seconds = max(stats.uptime_s - start.uptime_s, 1e-3)
+    prompt, cached = stats.tokens.prompt - start.tokens.prompt, stats.tokens.cached - start.tokens.cached
+    generated = stats.tokens.generated - start.tokens.generated
+    finished = stats.requests.finished - start.requests.finished
     first_tokens = _times(stats.first_tokens)
     if before is not None:
         first_tokens = first_tokens.since(_times(before.first_tokens))
@@ -164,14 +167,15 @@ def _rates(stats: StatsResponse, before: StatsResponse | None) -> list[str]:
     return align_columns(rows)
 
 
-def _blocks(stats: StatsResponse, num_columns: int) -> list[str]:
+def _block_lines(stats: StatsResponse, num_columns: int) -> list[str]:
     blocks = stats.blocks
-    width = num_columns - 2
-    ends = [0]
-    for state, _ in _BAR:
-        ends.append(ends[-1] + getattr(blocks, state))
-    cells = [round(width * end / max(blocks.total, 1)) for end in ends]
-    bar = "".join(mark * (cells[index + 1] - cells[index]) for index, (_, mark) in enumerate(_BAR))
+    bar_columns = num_columns - 2  # without the brackets
+    num_blocks = 0
+    bar = ""
+    for state, mark in _BAR:
+        num_blocks += getattr(blocks, state)
+        end = round(bar_columns * num_blocks / max(blocks.total, 1))
+        bar += mark * (end - len(bar))
     return [
         f"blocks  {blocks.total} of {stats.block_size} tokens: {blocks.published} published #, "
         f"{blocks.leased} leased +, {blocks.free} free .; {blocks.pinned} pinned, {blocks.retained} retained",
@@ -179,7 +183,7 @@ def _blocks(stats: StatsResponse, num_columns: int) -> list[str]:
     ]
 
 
-def _store(tier: TierStats) -> str:
+def _tier_line(tier: TierStats) -> str:
     blocks = f"{tier.blocks} blocks" if tier.HasField("blocks") else "shared"
     state = "" if tier.is_working else "; disabled"
     return f"in {tier.tier}  {blocks}; {tier.loaded_blocks} loaded, {tier.saved_blocks} saved so far{state}"
@@ -187,8 +191,8 @@ def _store(tier: TierStats) -> str:
 
 def _tenant_lines(stats: StatsResponse) -> list[str]:
     stores = [tier.tier for tier in stats.tiers]
-    below = [f"in {store}" for store in stores]
-    rows: list[tuple[str, ...]] = [("tenant", "blocks", "pinned", "retained", "evicted", *below, "hit rate")]
+    store_columns = [f"in {store}" for store in stores]
+    rows: list[tuple[str, ...]] = [("tenant", "blocks", "pinned", "retained", "evicted", *store_columns, "hit rate")]
     for tenant in stats.tenants:
         rate = _percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
         counts = (tenant.cached_blocks, tenant.pinned_blocks, tenant.retained_blocks, tenant.evicted_blocks)
@@ -205,7 +209,7 @@ def _session_lines(stats: StatsResponse) -> list[str]:
     return align_columns(rows, is_right=True)
 
 
-def _segments(hottest: ListSegmentsResponse) -> list[str]:
+def _segment_lines(hottest: ListSegmentsResponse) -> list[str]:
     total = f" of {hottest.total_segments}" if hottest.HasField("total_segments") else ""
     title = f"hottest segments: {len(hottest.segments)}{total}, {hottest.compared_segments} compared"
     return [title, *align_columns(segment_rows(hottest.segments), is_right=True)]

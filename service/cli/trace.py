@@ -56,11 +56,11 @@ class _BlockNumbers:
     def ids_of(self, token_ids: list[int]) -> list[int]:
         """Return the ids of the blocks of a prompt; the last block may be shorter."""
         tokens = np.array(token_ids, dtype=np.uint32)
-        ids, before = [], -1
+        ids, previous_id = [], -1
         for start in range(0, len(tokens), self._tokens_per_id):
             block = tokens[start : start + self._tokens_per_id].tobytes()
-            before = self._numbers.setdefault((before, block), len(self._numbers))
-            ids.append(before)
+            previous_id = self._numbers.setdefault((previous_id, block), len(self._numbers))
+            ids.append(previous_id)
         return ids
 
 
@@ -85,7 +85,7 @@ class _Encoder:
             self.first_refused = self.first_refused or f"{request.where}: {error}"
             return None
 
-    def count(self, answer: str | None) -> int:
+    def count_tokens(self, answer: str | None) -> int:
         """Return the number of tokens of an answer; 0 without an answer, or if it cannot be encoded."""
         try:
             return len(self._tokenizer.encode(answer)) if answer else 0
@@ -101,9 +101,8 @@ def _trace(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise ConfigError(f"--tokenizer: {error}") from error
     output = Path(arguments.output)
-    requests = itertools.islice(
-        itertools.chain.from_iterable(map(text_requests, read_records(Path(arguments.texts)))), arguments.limit
-    )
+    all_requests = itertools.chain.from_iterable(map(text_requests, read_records(Path(arguments.texts))))
+    requests = itertools.islice(all_requests, arguments.limit)
     blocks = _BlockNumbers(arguments.tokens_per_id)
     num_lines = 0
     try:
@@ -118,10 +117,11 @@ def _trace(arguments: argparse.Namespace) -> None:
     print(f"{num_lines:,} requests in {output}{_refusals(encoder, '')}", file=sys.stderr)
 
 
-def _refusals(encoder: _Encoder, what: str) -> str:
+def _refusals(encoder: _Encoder, qualifier: str) -> str:
+    """Return a text about the prompts that were left out, after a qualifier; empty if there are none."""
     if not encoder.num_refused:
         return ""
-    return f"{what}; {encoder.num_refused:,} left out, the first one: {encoder.first_refused}"
+    return f"{qualifier}; {encoder.num_refused:,} left out, the first one: {encoder.first_refused}"
 
 
 def _lines(requests: Iterable[TextRequest], encoder: _Encoder, blocks: _BlockNumbers) -> Iterator[dict[str, object]]:
@@ -136,7 +136,7 @@ def _lines(requests: Iterable[TextRequest], encoder: _Encoder, blocks: _BlockNum
             line["timestamp"] = max(0, round(1000 * (request.time_s - start_s)))
         yield line | {
             "input_length": len(token_ids),
-            "output_length": encoder.count(request.answer),
+            "output_length": encoder.count_tokens(request.answer),
             "hash_ids": blocks.ids_of(token_ids),
         }
 

@@ -74,8 +74,8 @@ def proxy_variable(address: str, options: ChannelOptions = ()) -> str:
     if not dict(options).get("grpc.enable_http_proxy", not is_on_this_machine(address)):
         return ""
     variable = next((name for name in _PROXY_VARIABLES if os.environ.get(name)), "")
-    exceptions = next((os.environ[name] for name in _NO_PROXY_VARIABLES if os.environ.get(name)), "")
+    excluded_hosts = next((os.environ[name] for name in _NO_PROXY_VARIABLES if os.environ.get(name)), "")
     host = host_of(address)
-    if any(host.endswith(entry.strip()) for entry in exceptions.split(",") if entry.strip()):
+    if any(host.endswith(each.strip()) for each in excluded_hosts.split(",") if each.strip()):
         return ""
     return variable

@@ -115,8 +115,8 @@ class AsyncClient:
         self._is_closed = False
         self._channel = self._connection.open_async()
         self._stubs = {method: method.bind(self._channel) for method in METHODS}
-        self._served = AsyncServedTokenizer(self._tokenizer_chunks)
-        self.public = AsyncPublicPrefixClient(self._call, self._served)
+        self._served_tokenizer = AsyncServedTokenizer(self._tokenizer_chunks)
+        self.public = AsyncPublicPrefixClient(self._call, self._served_tokenizer)
 
     async def __aenter__(self) -> Self:
         return self
@@ -135,7 +135,7 @@ class AsyncClient:
         self, prompt: str | TokenIds, *, timeout_s: float | None = None, **options: Unpack[PrefillOptions]
     ) -> PrefillResponse:
         """Prefill one prompt; see `Client.prefill`. Cancelling the awaiting task cancels the request."""
-        token_ids = await self._served.token_ids(prompt, timeout_s)
+        token_ids = await self._served_tokenizer.token_ids(prompt, timeout_s)
         return await self._call(methods.PREFILL, prefill_request(token_ids, options), timeout_s)
 
     @overload
@@ -179,7 +179,7 @@ class AsyncClient:
         self, prompt: str | TokenIds, *, tenant: str = "", adapter: str = "", salt: str = ""
     ) -> ProbeResponse:
         """Return how many tokens a prefill would reuse now; see `Client.probe`."""
-        token_ids = await self._served.token_ids(prompt)
+        token_ids = await self._served_tokenizer.token_ids(prompt)
         request = prompt_request(ProbeRequest, token_ids, tenant=tenant, adapter=adapter, salt=salt)
         return await self._call(methods.PROBE, request)
 
@@ -220,7 +220,7 @@ class AsyncClient:
         self, prompt: str | TokenIds, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
     ) -> RetainResponse:
         """Set the retention priority of a cached range; see `Client.retain`."""
-        token_ids = await self._served.token_ids(prompt)
+        token_ids = await self._served_tokenizer.token_ids(prompt)
         request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
         return await self._call(methods.RETAIN, request)
 
@@ -234,7 +234,7 @@ class AsyncClient:
         salt: str = "",
     ) -> HintResponse:
         """Apply hints about the future use of cached tokens; see `Client.hint`."""
-        token_ids = None if prompt is None else await self._served.token_ids(prompt)
+        token_ids = None if prompt is None else await self._served_tokenizer.token_ids(prompt)
         request = hint_request(actions, token_ids, tenant=tenant, adapter=adapter, salt=salt)
         return await self._call(methods.HINT, request)
 
@@ -250,7 +250,7 @@ class AsyncClient:
     ) -> ExplainResponse:
         """Explain where and why a prompt diverges from what is cached in its namespace; see `Client.explain`."""
         request = explain_request(
-            await self._served.token_ids(prompt),
+            await self._served_tokenizer.token_ids(prompt),
             segments,
             tenant=tenant,
             adapter=adapter,
@@ -345,7 +345,7 @@ class AsyncClient:
 
     async def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the served model; see `Client.tokenizer`."""
-        return await self._served.load()
+        return await self._served_tokenizer.load()
 
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False, timeout_s: float | None = None
@@ -364,7 +364,7 @@ class AsyncClient:
         avoid: Iterable[str] = (),
     ) -> RouteResponse:
         """Ask a fleet which replica should get a prompt; see `Client.route`."""
-        token_ids = await self._served.token_ids(prompt)
+        token_ids = await self._served_tokenizer.token_ids(prompt)
         request = prompt_request(RouteRequest, token_ids, tenant=tenant, adapter=adapter, salt=salt, avoid=avoid)
         return await self._call(methods.ROUTE, request)
 
@@ -377,7 +377,7 @@ class AsyncClient:
         request = generate_request([], options)  # validates the options now, as for token ids
 
         async def start() -> tuple[AsyncGenerator[GenerateResponse], Callable[[], AnswerText]]:
-            tokenizer = await self._served.get(timeout_s)
+            tokenizer = await self._served_tokenizer.get(timeout_s)
             token_ids = await asyncio.to_thread(encode, tokenizer)
             write_token_ids(request.prefill, pack_token_ids(token_ids))
             return self._generate(request, timeout_s), detokenizer_factory(tokenizer, token_ids, options)
@@ -417,13 +417,15 @@ class AsyncClient:
 class AsyncPublicPrefixClient:
     """The asyncio version of `PublicPrefixClient`; see `AsyncClient.public`."""
 
-    def __init__(self, call: Callable[[Method[Any, Any], Any], Awaitable[Any]], served: AsyncServedTokenizer) -> None:
+    def __init__(
+        self, call: Callable[[Method[Any, Any], Any], Awaitable[Any]], served_tokenizer: AsyncServedTokenizer
+    ) -> None:
         self._call = call
-        self._served = served
+        self._served_tokenizer = served_tokenizer
 
     async def register(self, name: str, prefix: str | TokenIds, *, adapter: str = "") -> PublicPrefix:
         """Register a public prefix; see `PublicPrefixClient.register`."""
-        token_ids = await self._served.token_ids(prefix)
+        token_ids = await self._served_tokenizer.token_ids(prefix)
         request = prompt_request(RegisterPublicPrefixRequest, token_ids, name=name, adapter=adapter)
         prefix_message: PublicPrefix = (await self._call(methods.REGISTER_PUBLIC_PREFIX, request)).public_prefix
         return prefix_message

@@ -134,8 +134,8 @@ class Client:
         self._is_closed = False
         self._channel = self._connection.open()
         self._stubs = {method: method.bind(self._channel) for method in METHODS}
-        self._served = ServedTokenizer(self._tokenizer_chunks)
-        self.public = PublicPrefixClient(self._call, self._served)
+        self._served_tokenizer = ServedTokenizer(self._tokenizer_chunks)
+        self.public = PublicPrefixClient(self._call, self._served_tokenizer)
 
     def __enter__(self) -> Self:
         return self
@@ -168,9 +168,8 @@ class Client:
                 type or range; no prompt was sent.
             ServiceError: the call failed; the subclass says how.
         """
-        return self._call(
-            methods.PREFILL, prefill_request(self._served.token_ids(prompt, timeout_s), options), timeout_s
-        )
+        token_ids = self._served_tokenizer.token_ids(prompt, timeout_s)
+        return self._call(methods.PREFILL, prefill_request(token_ids, options), timeout_s)
 
     @overload
     def generate(
@@ -204,7 +203,7 @@ class Client:
         """
         if not isinstance(prompt, str):
             return self._generate(prompt, timeout_s, options)
-        tokenizer = self._served.get(timeout_s)
+        tokenizer = self._served_tokenizer.get(timeout_s)
         return self._generate_text(tokenizer, tokenizer.encode(prompt), timeout_s, options)
 
     def chat(
@@ -234,7 +233,7 @@ class Client:
                 unknown or has a wrong type or range; no prompt was sent.
             ServiceError: as `generate`.
         """
-        tokenizer = self._served.get(timeout_s)
+        tokenizer = self._served_tokenizer.get(timeout_s)
         prompt = tokenizer.encode_chat(
             messages, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
         )
@@ -242,7 +241,7 @@ class Client:
 
     def probe(self, prompt: str | TokenIds, *, tenant: str = "", adapter: str = "", salt: str = "") -> ProbeResponse:
         """Return how many tokens a prefill of this prompt would reuse now. Changes nothing. Raises like `prefill`."""
-        token_ids = self._served.token_ids(prompt)
+        token_ids = self._served_tokenizer.token_ids(prompt)
         request = prompt_request(ProbeRequest, token_ids, tenant=tenant, adapter=adapter, salt=salt)
         return self._call(methods.PROBE, request)
 
@@ -317,7 +316,7 @@ class Client:
         self, prompt: str | TokenIds, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
     ) -> RetainResponse:
         """Set the retention priority of a cached range, replacing its previous one. Raises like `prefill`."""
-        token_ids = self._served.token_ids(prompt)
+        token_ids = self._served_tokenizer.token_ids(prompt)
         request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
         return self._call(methods.RETAIN, request)
 
@@ -338,7 +337,7 @@ class Client:
             prompt: the prompt that the actions address; not needed if each payload has `session_id`, `adapter` or
                 `salt`.
         """
-        token_ids = None if prompt is None else self._served.token_ids(prompt)
+        token_ids = None if prompt is None else self._served_tokenizer.token_ids(prompt)
         request = hint_request(actions, token_ids, tenant=tenant, adapter=adapter, salt=salt)
         return self._call(methods.HINT, request)
 
@@ -377,7 +376,7 @@ class Client:
             ServiceError: the call failed; the subclass says how.
         """
         request = explain_request(
-            self._served.token_ids(prompt),
+            self._served_tokenizer.token_ids(prompt),
             segments,
             tenant=tenant,
             adapter=adapter,
@@ -574,7 +573,7 @@ class Client:
             OSError: the files can't be stored, not even in a temporary directory.
             NotFound: the served model has no tokenizer.
         """
-        return self._served.load()
+        return self._served_tokenizer.load()
 
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False, timeout_s: float | None = None
@@ -615,7 +614,7 @@ class Client:
             Unavailable: no replica is left.
             Unimplemented: the server is a single server, not a fleet.
         """
-        token_ids = self._served.token_ids(prompt)
+        token_ids = self._served_tokenizer.token_ids(prompt)
         request = prompt_request(RouteRequest, token_ids, tenant=tenant, adapter=adapter, salt=salt, avoid=avoid)
         return self._call(methods.ROUTE, request)
 
@@ -664,12 +663,12 @@ class PublicPrefixClient:
 
     Args:
         call: makes a call, see `Client._call`.
-        served: the tokenizer of the served model.
+        served_tokenizer: the tokenizer of the served model.
     """
 
-    def __init__(self, call: Callable[[Method[Any, Any], Any], Any], served: ServedTokenizer) -> None:
+    def __init__(self, call: Callable[[Method[Any, Any], Any], Any], served_tokenizer: ServedTokenizer) -> None:
         self._call = call
-        self._served = served
+        self._served_tokenizer = served_tokenizer
 
     def register(self, name: str, prefix: str | TokenIds, *, adapter: str = "") -> PublicPrefix:
         """Register a public prefix. Returns when its K/V are computed.
@@ -685,7 +684,7 @@ class PublicPrefixClient:
             MissingPackage, TypeError, ValueError: as `Client.prefill`; no prefix was sent.
             ServiceError: the call failed; the subclass says how.
         """
-        token_ids = self._served.token_ids(prefix)
+        token_ids = self._served_tokenizer.token_ids(prefix)
         request = prompt_request(RegisterPublicPrefixRequest, token_ids, name=name, adapter=adapter)
         prefix_message: PublicPrefix = self._call(methods.REGISTER_PUBLIC_PREFIX, request).public_prefix
         return prefix_message

@@ -22,7 +22,7 @@ Metadata = tuple[tuple[str, str], ...]
 MAX_RETRIES = 4  # gRPC makes at most 5 attempts, whatever its service config says
 
 _RETRY_BUFFER_BYTES = 2**31 - 1  # per call; by default gRPC does not retry requests of more than 256 KiB
-_MAX_TIMEOUT_S = 366 * 24 * 3600  # gRPC's own clock overflows far beyond it
+_MAX_TIMEOUT_S = 366 * 24 * 3600  # gRPC's clock overflows only at much longer deadlines
 # By default gRPC refuses to receive messages above 4 MiB, such as the log probabilities of a long prompt.
 _UNLIMITED_MESSAGES = {"grpc.max_send_message_length": -1, "grpc.max_receive_message_length": -1}
 
@@ -208,7 +208,10 @@ def _require_pair(certificate: File, key: File) -> None:
 
 
 def _without_proxy(address: str, options: ChannelOptions) -> ChannelOptions:
-    """Turn proxies off if the address is on this machine, unless the options set this. gRPC uses the first of two."""
+    """Turn proxies off if the address is on this machine.
+
+    `options` may turn them on again: of two options with the same name, gRPC uses the first.
+    """
     return (*options, ("grpc.enable_http_proxy", 0)) if is_on_this_machine(address) else options
 
 

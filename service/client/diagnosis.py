@@ -90,7 +90,7 @@ _NO_METHOD = re.compile(r"method not found|unknown (?:method|service)|not implem
 _GRPC_DEADLINE = re.compile(r"(?:.*\()?deadline exceeded|deadline: passed", re.IGNORECASE)
 _CANCELLED_HERE = re.compile(r"locally cancelled|channel closed|upon garbage collection", re.IGNORECASE)
 # Messages of the server itself begin with the field, the option or the component that they are about.
-_OWN_MESSAGE = re.compile(r"[a-z][\w.\[\]-]*(?:, [\w.\[\]-]+)*: ")
+_SERVER_MESSAGE = re.compile(r"[a-z][\w.\[\]-]*(?:, [\w.\[\]-]+)*: ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +128,11 @@ class Diagnosis:
         kind, message = self._classify(code, details, call, timeout_s)
         return kind(
             message,
-            kind.status if issubclass(kind, errors.ConnectError) else code,
+            kind.status if issubclass(kind, errors.ConnectError) else code,  # ConnectError is always UNAVAILABLE
             details=details,
             initial_metadata=call_error.initial_metadata(),
             trailing_metadata=call_error.trailing_metadata(),
-            # For a call that was cancelled locally, gRPC would wait forever.
+            # For a call that was cancelled locally, `debug_error_string` would wait forever.
             debug_error_string="" if code is grpc.StatusCode.CANCELLED else call_error.debug_error_string(),
             address=self.address,
             call=call,
@@ -144,7 +144,7 @@ class Diagnosis:
     ) -> tuple[type[ServiceError], str]:
         """Return the class and the message for a failure."""
         kind = _KINDS.get(code, ServiceError)
-        if _OWN_MESSAGE.match(details) and kind is not errors.DeadlineExceeded:
+        if _SERVER_MESSAGE.match(details) and kind is not errors.DeadlineExceeded:
             return kind, details
         if _NO_NAME.search(details) or _NOT_CONNECTED.search(details):
             return errors.ConnectError, self._describe_no_connection(details)

@@ -42,7 +42,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-# Keys of the trailing metadata. The server writes them.
+# Keys of the trailing metadata that the server writes.
 RETRY_AFTER_KEY = "retry-after-ms"
 CAUSE_KEY = "radixkv-cause"
 
@@ -87,10 +87,10 @@ class ServiceError(grpc.aio.AioRpcError):
         self.address = address
         self.call = call
         self.timeout_s = timeout_s
-        sent = {str(key): str(value) for key, value in trailing_metadata or ()}
-        milliseconds = sent.get(RETRY_AFTER_KEY, "")
+        trailing = {str(key): str(value) for key, value in trailing_metadata or ()}
+        milliseconds = trailing.get(RETRY_AFTER_KEY, "")
         self.retry_after_s = int(milliseconds) / 1000 if milliseconds.isdecimal() else None
-        self.cause = sent.get(CAUSE_KEY)
+        self.cause = trailing.get(CAUSE_KEY)
 
     def __str__(self) -> str:
         message = str(self.args[0])
@@ -100,12 +100,12 @@ class ServiceError(grpc.aio.AioRpcError):
         return f"{type(self).__name__}({self.args[0]!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # gRPC's own metadata entries can't be pickled.
-        sent = {
+        # The entries of gRPC's own metadata type can't be pickled, unlike tuples.
+        picklable_metadata = {
             name: tuple((key, value) for key, value in self.__dict__[name] or ())
             for name in ("_initial_metadata", "_trailing_metadata")
         }
-        return type(self), self.args, {**self.__dict__, **sent}
+        return type(self), self.args, {**self.__dict__, **picklable_metadata}
 
 
 # Code for the synchronous API checks `isinstance(error, grpc.Call)` before it reads a status. gRPC's own exceptions

@@ -65,7 +65,7 @@ def _itself(request: Request) -> Request:
     return request
 
 
-def _nested(request: prefill.GenerateRequest) -> prefill.PrefillRequest:
+def _prefill_part(request: prefill.GenerateRequest) -> prefill.PrefillRequest:
     return request.prefill
 
 
@@ -86,10 +86,10 @@ GENERATE = Method(
     prefill.GenerateResponse,
     is_streaming=True,
     is_idempotent=True,
-    prompt_of=_nested,
+    prompt_of=_prefill_part,
 )
 PROBE = Method(_PREFILL, "Probe", prefill.ProbeRequest, prefill.ProbeResponse, is_idempotent=True, prompt_of=_itself)
-RELEASE = Method(_PREFILL, "Release", prefill.ReleaseRequest, prefill.ReleaseResponse)  # a second one finds no lease
+RELEASE = Method(_PREFILL, "Release", prefill.ReleaseRequest, prefill.ReleaseResponse)  # a second call finds no lease
 RENEW = Method(_PREFILL, "Renew", prefill.RenewRequest, prefill.RenewResponse, is_idempotent=True)
 FETCH_KV = Method(_PREFILL, "FetchKV", prefill.FetchKVRequest, prefill.FetchKVResponse, is_streaming=True)
 
@@ -97,7 +97,7 @@ RETAIN = Method(_CACHE, "Retain", cache.RetainRequest, cache.RetainResponse, is_
 HINT = Method(_CACHE, "Hint", cache.HintRequest, cache.HintResponse, prompt_of=_itself)
 EXPLAIN = Method(_CACHE, "Explain", cache.ExplainRequest, cache.ExplainResponse, is_idempotent=True, prompt_of=_itself)
 END_SESSION = Method(_CACHE, "EndSession", cache.EndSessionRequest, cache.EndSessionResponse)
-PURGE = Method(_CACHE, "Purge", cache.PurgeRequest, cache.PurgeResponse)  # a second one counts no blocks
+PURGE = Method(_CACHE, "Purge", cache.PurgeRequest, cache.PurgeResponse)  # a second call counts no blocks
 STATS = Method(_CACHE, "Stats", cache.StatsRequest, cache.StatsResponse, is_idempotent=True)
 STATEMENT = Method(_CACHE, "Statement", cache.StatementRequest, cache.StatementResponse, is_idempotent=True)
 DIAGNOSE = Method(_CACHE, "Diagnose", cache.DiagnoseRequest, cache.DiagnoseResponse, is_idempotent=True)

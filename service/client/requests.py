@@ -205,13 +205,13 @@ def prompt_request(kind: type[Tokens], token_ids: TokenIds, **fields: Any) -> To
 
 def prefill_request(token_ids: TokenIds, options: PrefillOptions) -> PrefillRequest:
     """Return the request of `Client.prefill`; raises the errors that it documents."""
-    _require_known("prefill", options, PrefillOptions.__optional_keys__)
+    _require_known_options("prefill", options, PrefillOptions.__optional_keys__)
     return _prefill_message(token_ids, dict(options))
 
 
 def generate_request(token_ids: TokenIds, options: GenerateOptions) -> GenerateRequest:
     """Return the request of `Client.generate`; raises the errors that it documents."""
-    _require_known("generate", options, GenerateOptions.__optional_keys__)
+    _require_known_options("generate", options, GenerateOptions.__optional_keys__)
     if isinstance(options.get("stop"), str):  # protobuf would take each letter for a string
         raise TypeError(f"stop: expected a sequence of strings, got {reprlib.repr(options['stop'])}")
     constraints = [name for name in _CONSTRAINTS if options.get(name) is not None]
@@ -283,9 +283,9 @@ def _prefill_message(token_ids: TokenIds, options: dict[str, Any]) -> PrefillReq
     return prompt_request(PrefillRequest, token_ids, **options)
 
 
-def _require_known(call: str, options: Mapping[str, object], known: Set[str]) -> None:
+def _require_known_options(call: str, options: Mapping[str, object], known_names: Set[str]) -> None:
     for name in options:
-        if name not in known:
+        if name not in known_names:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
 
 
@@ -310,12 +310,12 @@ def hint_request(
     actions: Sequence[Mapping[str, Any]], token_ids: TokenIds | None, *, tenant: str, adapter: str, salt: str
 ) -> HintRequest:
     """Return the request of `Client.hint`; raises the errors that it documents."""
-    versioned = [{"action_version": "1.0", **action} for action in actions]
-    hints = _hints_message({"protocol_version": "1.0", "actions": versioned})
+    versioned_actions = [{"action_version": "1.0", **action} for action in actions]
+    hints = _hints_message({"protocol_version": "1.0", "actions": versioned_actions})
     fields = {"tenant": tenant, "adapter": adapter, "salt": salt, "kv_hints": hints}
-    return (
-        make_request(HintRequest, **fields) if token_ids is None else prompt_request(HintRequest, token_ids, **fields)
-    )
+    if token_ids is None:
+        return make_request(HintRequest, **fields)
+    return prompt_request(HintRequest, token_ids, **fields)
 
 
 def _hints_message(hints: Mapping[str, Any] | None) -> KvHintsEnvelope | None:

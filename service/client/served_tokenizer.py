@@ -44,14 +44,14 @@ class ServedTokenizer:
         return self.get(timeout_s).encode(prompt) if isinstance(prompt, str) else prompt
 
     def _load(self, timeout_s: float | None) -> Tokenizer:
-        digest = self._read(timeout_s, digest_only=True).digest
+        digest = self._read_response(timeout_s, digest_only=True).digest
         if self._tokenizer is None or digest != self._digest:
-            directory = stored_files(digest) or self._read(timeout_s, digest_only=False).store()
+            directory = stored_files(digest) or self._read_response(timeout_s, digest_only=False).store()
             self._tokenizer = Tokenizer.load(directory)
             self._digest = digest
         return self._tokenizer
 
-    def _read(self, timeout_s: float | None, *, digest_only: bool) -> ArchiveReader:
+    def _read_response(self, timeout_s: float | None, *, digest_only: bool) -> ArchiveReader:
         reader = ArchiveReader()
         for chunk in self._fetch(GetTokenizerRequest(digest_only=digest_only), timeout_s):
             reader.add(chunk)
@@ -85,7 +85,7 @@ class AsyncServedTokenizer:
         return await asyncio.to_thread(tokenizer.encode, prompt)
 
     async def _load(self, timeout_s: float | None) -> Tokenizer:
-        digest = (await self._read(timeout_s, digest_only=True)).digest
+        digest = (await self._read_response(timeout_s, digest_only=True)).digest
         if self._tokenizer is None or digest != self._digest:
             directory = await asyncio.to_thread(stored_files, digest) or await self._fetch_files(timeout_s)
             self._tokenizer = await asyncio.to_thread(Tokenizer.load, directory)
@@ -93,10 +93,10 @@ class AsyncServedTokenizer:
         return self._tokenizer
 
     async def _fetch_files(self, timeout_s: float | None) -> Path:
-        reader = await self._read(timeout_s, digest_only=False)
+        reader = await self._read_response(timeout_s, digest_only=False)
         return await asyncio.to_thread(reader.store)
 
-    async def _read(self, timeout_s: float | None, *, digest_only: bool) -> ArchiveReader:
+    async def _read_response(self, timeout_s: float | None, *, digest_only: bool) -> ArchiveReader:
         reader = ArchiveReader()
         async for chunk in self._fetch(GetTokenizerRequest(digest_only=digest_only), timeout_s):
             reader.add(chunk)

@@ -71,7 +71,7 @@ class TextAnswer(Iterator[TextChunk]):
 
     def __init__(self, responses: Generator[GenerateResponse], new_detokenizer: Callable[[], AnswerText]) -> None:
         self._responses = responses
-        self._texts = _Texts(new_detokenizer)
+        self._texts = _CompletionTexts(new_detokenizer)
 
     def __iter__(self) -> Iterator[TextChunk]:
         return self
@@ -122,7 +122,7 @@ class AsyncTextAnswer(AsyncIterator[TextChunk]):
     ) -> None:
         self._start = start
         self._responses: AsyncGenerator[GenerateResponse] | None = None
-        self._texts: _Texts | None = None
+        self._texts: _CompletionTexts | None = None
         self._is_closed = False
 
     def __aiter__(self) -> AsyncIterator[TextChunk]:
@@ -133,7 +133,7 @@ class AsyncTextAnswer(AsyncIterator[TextChunk]):
             raise StopAsyncIteration
         if self._responses is None or self._texts is None:
             self._responses, new_detokenizer = await self._start()
-            self._texts = _Texts(new_detokenizer)
+            self._texts = _CompletionTexts(new_detokenizer)
         return self._texts.add(await anext(self._responses))
 
     @property
@@ -179,7 +179,7 @@ def detokenizer_factory(
     return lambda: AnswerText(tokenizer.stream(prompt_ids), stops, min_tokens)
 
 
-class _Texts:
+class _CompletionTexts:
     """Turns responses into chunks, and collects their texts.
 
     Args:

@@ -60,17 +60,17 @@ class ArchiveReader:
             ValueError: the archive does not match its digest, or is not a zip of tokenizer files.
             OSError: neither the cache directory nor a temporary one is writable.
         """
-        data = b"".join(self._pieces)
-        digest = hashlib.sha256(data).hexdigest()
+        archive = b"".join(self._pieces)
+        digest = hashlib.sha256(archive).hexdigest()
         if digest != self.digest:
             raise ValueError(
                 f"tokenizer: expected a zip archive with the digest {self.digest or 'in the last message'}, "
                 f"got {digest}"
             )
         try:
-            return _install(data, digest, _folder())
+            return _install(archive, digest, _tokenizers_folder())
         except OSError:  # the home directory is read-only or full
-            return _install(data, digest, temporary_cache_directory() / "tokenizers")
+            return _install(archive, digest, temporary_cache_directory() / "tokenizers")
 
 
 def stored_files(digest: str) -> Path | None:
@@ -81,15 +81,15 @@ def stored_files(digest: str) -> Path | None:
     """
     if not _DIGEST.fullmatch(digest):
         raise ValueError(f"tokenizer: expected a digest of 64 hexadecimal digits, got {len(digest)} characters")
-    directory = _folder() / digest
+    directory = _tokenizers_folder() / digest
     return directory if os.path.isdir(directory) else None  # also False if the home directory may not be read
 
 
-def _install(data: bytes, digest: str, folder: Path) -> Path:
+def _install(archive: bytes, digest: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     unpacked = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder))
     try:
-        _unpack(data, unpacked)
+        _unpack(archive, unpacked)
         unpacked.rename(folder / digest)
     except OSError:
         if not (folder / digest).is_dir():  # otherwise another process has stored the same files
@@ -99,26 +99,27 @@ def _install(data: bytes, digest: str, folder: Path) -> Path:
     return folder / digest
 
 
-def _unpack(data: bytes, directory: Path) -> None:
+def _unpack(archive: bytes, directory: Path) -> None:
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as zipped:
+        with zipfile.ZipFile(io.BytesIO(archive)) as zipped:
             entries = zipped.infolist()
             if len(entries) > MAX_FILES:
                 raise ValueError(f"tokenizer: expected at most {MAX_FILES} files, got {len(entries)}")
-            bytes_left = MAX_BYTES
+            remaining_bytes = MAX_BYTES
             for entry in entries:
                 if not _ENTRY.fullmatch(entry.filename):
                     raise ValueError(f"tokenizer: expected plain names of data files, got {entry.filename[:100]!r}")
                 with zipped.open(entry) as file:
-                    content = file.read(bytes_left + 1)  # the size that an entry declares may be wrong
-                bytes_left -= len(content)
-                if bytes_left < 0:
+                    content = file.read(remaining_bytes + 1)  # the size that an entry declares may be wrong
+                remaining_bytes -= len(content)
+                if remaining_bytes < 0:
                     raise ValueError(f"tokenizer: the files in the zip archive are larger than {MAX_BYTES} bytes")
                 (directory / entry.filename).parent.mkdir(exist_ok=True)
                 (directory / entry.filename).write_bytes(content)
     except _ZIP_ERRORS as error:
-        raise ValueError(f"tokenizer: the {len(data)} bytes that the server sent are no valid zip archive") from error
+        problem = f"the {len(archive)} bytes that the server sent are no valid zip archive"
+        raise ValueError(f"tokenizer: {problem}") from error
 
 
-def _folder() -> Path:
+def _tokenizers_folder() -> Path:
     return cache_directory() / "tokenizers"

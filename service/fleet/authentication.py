@@ -18,12 +18,12 @@ class FleetAuthenticator:
     """Identifies the fleet by its token, and other callers by their credentials.
 
     Args:
-        others: identifies callers with a credential.
+        client_authenticator: identifies callers with a credential.
         token: the fleet's token.
     """
 
-    def __init__(self, others: CredentialAuthenticator, token: str) -> None:
-        self._others = others
+    def __init__(self, client_authenticator: CredentialAuthenticator, token: str) -> None:
+        self._client_authenticator = client_authenticator
         self._header = f"Bearer {token}".encode()
 
     def identify_call(self, context: Context) -> Identity:
@@ -31,13 +31,13 @@ class FleetAuthenticator:
         headers = [value for name, value in context.invocation_metadata() or () if name == HEADER]
         if len(headers) == 1 and self._is_fleet(str(headers[0])):
             return FLEET
-        return self._others.identify_call(context)
+        return self._client_authenticator.identify_call(context)
 
     def identify_header(self, authorization: str | None) -> Identity:
         """Return who sends a header; see `Authenticator`."""
         if authorization is not None and self._is_fleet(authorization):
             return FLEET
-        return self._others.identify_header(authorization)
+        return self._client_authenticator.identify_header(authorization)
 
     def _is_fleet(self, authorization: str) -> bool:
         return hmac.compare_digest(authorization.encode("utf-8", "surrogatepass"), self._header)
@@ -49,5 +49,7 @@ def replica_auth(config: ServerConfig, token: str) -> ServerAuth:
     Raises:
         ConfigError: a file of the configuration cannot be used.
     """
-    others = credential_authenticator(config)
-    return ServerAuth(config, None if others is None else FleetAuthenticator(others, token))
+    client_authenticator = credential_authenticator(config)
+    if client_authenticator is None:
+        return ServerAuth(config, None)
+    return ServerAuth(config, FleetAuthenticator(client_authenticator, token))

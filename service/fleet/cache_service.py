@@ -27,9 +27,10 @@ from radixkv.service.server.servicers.diagnoses import DEFAULT_MAX_CAUSES, MAX_C
 from radixkv.service.server.servicers.messages import read_caller, read_hints, require_names
 from radixkv.v1 import cache_pb2, hints_pb2
 
-_NAME_OF = {"tenants": "tenant", "tiers": "tier"}
-# Fields that are equal in all messages that are added up.
-_EQUAL = (
+# Lists whose messages are added up by key: the field that is the key.
+_KEY_OF_LIST = {"tenants": "tenant", "tiers": "tier"}
+# Fields whose value is the same in all messages that are added up, so that it is copied.
+_EQUAL_FIELDS = (
     "model",
     "device",
     "block_size",
@@ -41,7 +42,8 @@ _EQUAL = (
     "tier",
     "period",
 )
-_MAXIMA = ("uptime_s", "known_tenants")
+# Fields whose maximum is taken instead of their sum.
+_MAX_FIELDS = ("uptime_s", "known_tenants")
 
 ListReplicas = Callable[[], Awaitable[Sequence[ReplicaConnection]]]
 """Returns the connections to all replicas."""
@@ -93,15 +95,15 @@ class FleetCacheService:
             if failures:
                 raise _incomplete_error(failures, len(responses))
         response = cache_pb2.PurgeResponse()
-        deleted: dict[str, list[cache_pb2.DeletedBlocks]] = {}
-        for part in responses.values():
-            response.freed_blocks += part.freed_blocks
-            response.pinned_blocks += part.pinned_blocks
-            for each in part.stores:
-                deleted.setdefault(each.store, []).append(each)
-        for store, numbers in deleted.items():
-            is_known = all(each.HasField("blocks") for each in numbers)
-            blocks = sum(each.blocks for each in numbers) if is_known else None
+        deleted_by_store: dict[str, list[cache_pb2.DeletedBlocks]] = {}
+        for replica_response in responses.values():
+            response.freed_blocks += replica_response.freed_blocks
+            response.pinned_blocks += replica_response.pinned_blocks
+            for deleted in replica_response.stores:
+                deleted_by_store.setdefault(deleted.store, []).append(deleted)
+        for store, counts in deleted_by_store.items():
+            is_known = all(each.HasField("blocks") for each in counts)
+            blocks = sum(each.blocks for each in counts) if is_known else None
             response.stores.append(cache_pb2.DeletedBlocks(store=store, blocks=blocks))
         return response
 
@@ -126,33 +128,35 @@ class FleetCacheService:
         replica that would get it.
         """
         read_caller(request)
-        loads = [is_prompt_load(action) for action in read_hints(request.kv_hints)]
+        are_prompt_loads = [is_prompt_load(action) for action in read_hints(request.kv_hints)]
         async with replica_errors_as_status(context):
-            loader = ""
-            if any(loads) and request.token_ids:
+            loader_address = ""  # of the replica that loads the prompt; if it is empty, all replicas get all actions
+            if any(are_prompt_loads) and request.token_ids:
                 routed = await self._forwarder.choose(routing_request(request))
                 routed.finish(0)
-                loader = routed.name
+                loader_address = routed.name
 
-            def actions_for(address: str) -> list[int]:
-                """Return the positions of the actions that a replica gets."""
-                return [index for index, is_load in enumerate(loads) if not is_load or loader in ("", address)]
+            def action_indices(address: str) -> list[int]:
+                """Return the indices of the actions that a replica gets."""
+                gets_loads = loader_address in ("", address)
+                return [index for index, is_load in enumerate(are_prompt_loads) if gets_loads or not is_load]
 
             responses, failures = await self._call_all(
                 lambda connection: connection.cache.Hint(
-                    _with_actions(request, actions_for(connection.facts.address)), **call_options(connection, context)
+                    _with_actions(request, action_indices(connection.facts.address)),
+                    **call_options(connection, context),
                 ),
-                only=loader if all(loads) else "",
+                only_address=loader_address if all(are_prompt_loads) else "",
             )
             if failures:
                 raise _incomplete_error(failures, len(responses))
-        outcomes: list[list[hints_pb2.HintOutcome]] = [[] for _ in loads]
+        outcomes_by_action: list[list[hints_pb2.HintOutcome]] = [[] for _ in are_prompt_loads]
         for address, response in responses.items():
-            for index, outcome in zip(actions_for(address), response.hints, strict=True):
-                outcomes[index].append(outcome)
-        if not all(outcomes):
+            for index, outcome in zip(action_indices(address), response.hints, strict=True):
+                outcomes_by_action[index].append(outcome)
+        if not all(outcomes_by_action):
             raise NoReplica("replicas: the one that was to load the prompt has left the fleet, retry the call")
-        return cache_pb2.HintResponse(hints=map(join_outcomes, outcomes))
+        return cache_pb2.HintResponse(hints=map(join_outcomes, outcomes_by_action))
 
     async def stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:
         """Return the sum of the statistics of replicas that respond, and the statistics or error of each replica."""
@@ -165,8 +169,8 @@ class FleetCacheService:
                 raise _incomplete_error(failures, 0)
         max_tenants = request.max_tenants if request.HasField("max_tenants") else DEFAULT_MAX_TENANTS
         response = sum_stats(responses.values(), max_tenants, request.max_sessions)
-        for address, part in responses.items():
-            response.replicas.add(address=address).stats.CopyFrom(part)
+        for address, replica_response in responses.items():
+            response.replicas.add(address=address).stats.CopyFrom(replica_response)
         for address, failure in failures.items():
             response.replicas.add(address=address, error=_reason(failure))
         return response
@@ -196,25 +200,28 @@ class FleetCacheService:
             responses, failures = await self._call_all(
                 lambda connection: connection.cache.Diagnose(replica_request, **call_options(connection, context))
             )
-            # Decode replicas, and those that examine nothing, have no causes.
-            failures = {name: each for name, each in failures.items() if not (responses and _is_unimplemented(each))}
+            # Decode replicas, and replicas that examine no misses, do not implement the call. They are left out, unless
+            # no replica implements the call.
+            if responses:
+                failures = {address: each for address, each in failures.items() if not _is_unimplemented(each)}
             if failures:
                 raise _incomplete_error(failures, len(responses))
         return sum_diagnoses(responses.values(), max_causes)
 
     async def _call_all(
-        self, make_call: Callable[[ReplicaConnection], Awaitable[Any]], only: str = ""
+        self, make_call: Callable[[ReplicaConnection], Awaitable[Any]], only_address: str = ""
     ) -> tuple[dict[str, Any], dict[str, grpc.aio.AioRpcError | ReplicaLost]]:
-        """Call each replica, or only one. Returns the responses and the failures by address.
+        """Call each replica, or only the one at `only_address`. Returns the responses and the failures by address.
 
         Raises:
             NoReplica: there is no replica, or not the one to call.
         """
-        connections = [each for each in await self._list_replicas() if only in ("", each.facts.address)]
+        connections = [each for each in await self._list_replicas() if only_address in ("", each.facts.address)]
         if not connections:
             raise NoReplica("replicas: none is available")
 
-        async def one(connection: ReplicaConnection) -> Any:
+        async def call(connection: ReplicaConnection) -> Any:
+            """Return the response or the failure."""
             with connection.in_flight():
                 try:
                     return await connection.wait_for(make_call(connection))
@@ -223,7 +230,8 @@ class FleetCacheService:
 
         responses: dict[str, Any] = {}
         failures: dict[str, grpc.aio.AioRpcError | ReplicaLost] = {}
-        for connection, result in zip(connections, await asyncio.gather(*map(one, connections)), strict=True):
+        results = await asyncio.gather(*map(call, connections))
+        for connection, result in zip(connections, results, strict=True):
             if isinstance(result, (grpc.aio.AioRpcError, ReplicaLost)):
                 failures[connection.facts.address] = result
             else:
@@ -232,7 +240,7 @@ class FleetCacheService:
 
 
 def is_prompt_load(action: HintAction) -> bool:
-    """Whether an action loads the prompt of its request, rather than the prompts of a session."""
+    """Return whether an action loads the prompt of its request, rather than the prompts of a session."""
     return action.action_type == "kv.prefetch" and action.payload.get("session_id") is None
 
 
@@ -240,16 +248,17 @@ def join_outcomes(outcomes: Sequence[hints_pb2.HintOutcome]) -> hints_pb2.HintOu
     """Join the outcomes of one action on at least one replica.
 
     Replicas on which nothing that the action addresses is cached are ignored, unless this applies to all of them. If
-    the other replicas have the same status, the joint status is that one, and else clipped. The tokens are added up.
+    the outcomes of the other replicas have one status, the joint status is this one, and otherwise clipped. The tokens
+    are added up.
     """
-    counting = [each for each in outcomes if not each.is_missing] or outcomes
-    statuses = {each.status for each in counting}
+    relevant = [each for each in outcomes if not each.is_missing] or outcomes
+    statuses = {each.status for each in relevant}
     return hints_pb2.HintOutcome(
-        action_id=counting[0].action_id,
+        action_id=relevant[0].action_id,
         status=statuses.pop() if len(statuses) == 1 else hints_pb2.HINT_CLIPPED,
-        reason="; ".join(dict.fromkeys(each.reason for each in counting if each.reason)),
-        tokens=sum(each.tokens for each in counting),
-        is_missing=counting[0].is_missing,
+        reason="; ".join(dict.fromkeys(each.reason for each in relevant if each.reason)),
+        tokens=sum(each.tokens for each in relevant),
+        is_missing=relevant[0].is_missing,
     )
 
 
@@ -257,11 +266,11 @@ def _with_actions(request: cache_pb2.HintRequest, indices: Sequence[int]) -> cac
     """Return a request with only some of its actions."""
     if len(indices) == len(request.kv_hints.actions):
         return request
-    part = cache_pb2.HintRequest()
-    part.CopyFrom(request)
-    del part.kv_hints.actions[:]
-    part.kv_hints.actions.extend(request.kv_hints.actions[index] for index in indices)
-    return part
+    partial_request = cache_pb2.HintRequest()
+    partial_request.CopyFrom(request)
+    del partial_request.kv_hints.actions[:]
+    partial_request.kv_hints.actions.extend(request.kv_hints.actions[index] for index in indices)
+    return partial_request
 
 
 def sum_stats(
@@ -284,9 +293,9 @@ def sum_stats(
     total.ClearField("epoch")
     largest = sorted(total.tenants, key=lambda each: (-each.cached_blocks, each.tenant))[:max_tenants]
     latest = sorted((each for part in parts for each in part.sessions), key=lambda each: each.idle_s)[:max_sessions]
-    kept = cache_pb2.StatsResponse(tenants=largest, sessions=latest)
+    listed = cache_pb2.StatsResponse(tenants=largest, sessions=latest)
     del total.tenants[:]
-    total.MergeFrom(kept)
+    total.MergeFrom(listed)
     return total
 
 
@@ -319,17 +328,17 @@ def sum_diagnoses(responses: Iterable[cache_pb2.DiagnoseResponse], max_causes: i
             setattr(total, name, getattr(total, name) + getattr(part, name))
         total.further_causes += part.further_causes
         for each in part.causes:
-            known = causes.setdefault((each.tenant, each.cause, each.place, each.pattern), each)
-            if known is not each:
-                known.prompts += each.prompts
-                known.lost_tokens += each.lost_tokens
-                known.min_position = min(known.min_position, each.min_position)
-                known.max_position = max(known.max_position, each.max_position)
-                known.is_upper_bound |= each.is_upper_bound
-                if known.HasField("lost_s") and each.HasField("lost_s"):
-                    known.lost_s += each.lost_s
+            merged = causes.setdefault((each.tenant, each.cause, each.place, each.pattern), each)
+            if merged is not each:
+                merged.prompts += each.prompts
+                merged.lost_tokens += each.lost_tokens
+                merged.min_position = min(merged.min_position, each.min_position)
+                merged.max_position = max(merged.max_position, each.max_position)
+                merged.is_upper_bound |= each.is_upper_bound
+                if merged.HasField("lost_s") and each.HasField("lost_s"):
+                    merged.lost_s += each.lost_s
                 else:
-                    known.ClearField("lost_s")
+                    merged.ClearField("lost_s")
     ranked = sorted(causes.values(), key=lambda each: each.lost_tokens, reverse=True)
     total.causes.extend(ranked[:max_causes])
     total.further_causes += len(ranked[max_causes:])
@@ -342,8 +351,11 @@ def _incomplete_error(failures: Mapping[str, grpc.aio.AioRpcError | ReplicaLost]
     Its status is that of the replicas if the call failed on all of them with the same status. Otherwise, it is
     UNAVAILABLE, because a retry may succeed.
     """
-    codes = {each.code() if isinstance(each, grpc.aio.AioRpcError) else None for each in failures.values()}
-    code = (codes.pop() if len(codes) == 1 and not num_done else None) or grpc.StatusCode.UNAVAILABLE
+    codes = {
+        each.code() if isinstance(each, grpc.aio.AioRpcError) else grpc.StatusCode.UNAVAILABLE
+        for each in failures.values()
+    }
+    code = codes.pop() if len(codes) == 1 and not num_done else grpc.StatusCode.UNAVAILABLE
     failed = "; ".join(f"{address} ({_reason(failure)})" for address, failure in sorted(failures.items()))
     advice = ", retry the call" if code is grpc.StatusCode.UNAVAILABLE else ""
     details = f"replicas: {len(failures)} of {len(failures) + num_done} failed{advice}: {failed}"
@@ -364,12 +376,12 @@ def _add(total: Message, parts: Sequence[Message]) -> None:
     """Add up messages of one type into an empty one, field by field."""
     for field in total.DESCRIPTOR.fields:
         name, values = field.name, [getattr(part, field.name) for part in parts]
-        if name in ("replicas", "sessions"):
+        if name in ("replicas", "sessions"):  # the callers list these
             continue
-        if name in _NAME_OF:
-            _add_by_name(getattr(total, name), values, _NAME_OF[name])
-        elif name in _EQUAL:
-            _copy_first(total, parts[0], field.name, is_list=field.is_repeated)
+        if name in _KEY_OF_LIST:
+            _add_by_name(getattr(total, name), values, _KEY_OF_LIST[name])
+        elif name in _EQUAL_FIELDS:
+            _copy_field(total, parts[0], name, is_list=field.is_repeated)
         elif field.message_type is not None and field.message_type.GetOptions().map_entry:
             for each in values:
                 for key, number in each.items():
@@ -380,10 +392,12 @@ def _add(total: Message, parts: Sequence[Message]) -> None:
                 getattr(total, name).SetInParent()
                 _add(getattr(total, name), present)
         elif field.is_repeated:
-            getattr(total, name).extend(map(sum, zip(*(each for each in values if each), strict=True)))
+            # Lists of numbers, such as the counts of a histogram, are added up element by element.
+            nonempty_lists = [each for each in values if each]
+            getattr(total, name).extend(map(sum, zip(*nonempty_lists, strict=True)))
         elif field.type == FieldDescriptor.TYPE_BOOL:
             setattr(total, name, all(values))
-        elif name in _MAXIMA:
+        elif name in _MAX_FIELDS:
             setattr(total, name, max(values))
         elif not field.has_presence or all(part.HasField(name) for part in parts):
             setattr(total, name, sum(values))
@@ -399,8 +413,8 @@ def _add_by_name(total: Any, values: Sequence[Any], name: str) -> None:
         _add(total.add(), messages)
 
 
-def _copy_first(total: Message, first: Message, name: str, *, is_list: bool) -> None:
+def _copy_field(target: Message, source: Message, name: str, *, is_list: bool) -> None:
     if is_list:
-        getattr(total, name).extend(getattr(first, name))
+        getattr(target, name).extend(getattr(source, name))
     else:
-        setattr(total, name, getattr(first, name))
+        setattr(target, name, getattr(source, name))

@@ -19,7 +19,7 @@ from radixkv.v1 import prefill_pb2
 CallOptions = Callable[[ReplicaConnection], dict[str, Any]]
 """Returns the deadline and the metadata of a call to a replica."""
 
-_MAX_SOURCES = 3
+_MAX_SOURCES = 3  # number of replicas that prefill the prompt, one after the other, before the decode replica does
 _RELEASE_S = 5.0
 _PROMPT_FIELDS = (
     "prompt_tokens",
@@ -60,12 +60,12 @@ class DisaggregatedPrefill:
     def __init__(self, prefill_forwarder: Forwarder, decode_forwarder: Forwarder) -> None:
         self._prefill_forwarder = prefill_forwarder
         self.decode_forwarder = decode_forwarder
-        self._releases: set[asyncio.Task[None]] = set()
+        self._release_tasks: set[asyncio.Task[None]] = set()
 
     async def stream(
         self, request: prefill_pb2.GenerateRequest, new_prompt: Callable[[], RoutingRequest], call_options: CallOptions
     ) -> AsyncGenerator[tuple[RoutedRequest, prefill_pb2.GenerateResponse], None]:
-        """Generate. Yields each response with the decode replica.
+        """Generate the completions of a request. Yields each response with the decode replica.
 
         Args:
             request: the request, which has no `kv_source`.
@@ -78,9 +78,9 @@ class DisaggregatedPrefill:
         """
         prefill_prompt = new_prompt()
         decode_prompt = new_prompt()
-        for num_left in range(_MAX_SOURCES, -1, -1):
+        for num_sources_left in range(_MAX_SOURCES, -1, -1):
             lease = None
-            if num_left and _can_disaggregate(request):
+            if num_sources_left and _can_disaggregate(request):
                 lease = await self._prefill(request, prefill_prompt, call_options)
             has_begun = False
             try:
@@ -101,18 +101,18 @@ class DisaggregatedPrefill:
 
     async def finish(self) -> None:
         """Wait until the release of each lease has succeeded or failed."""
-        await asyncio.gather(*self._releases)
+        await asyncio.gather(*self._release_tasks)
 
     async def _prefill(
         self, request: prefill_pb2.GenerateRequest, prompt: RoutingRequest, call_options: CallOptions
     ) -> _SourceLease | None:
         """Prefill a prompt and hold its lease. Returns None if no replica can, or if the K/V were purged."""
-        sent = prefill_pb2.PrefillRequest()
-        sent.CopyFrom(request.prefill)
-        sent.hold_lease = True
+        prefill_request = prefill_pb2.PrefillRequest()
+        prefill_request.CopyFrom(request.prefill)
+        prefill_request.hold_lease = True
         try:
             routed, response = await self._prefill_forwarder.call(
-                prompt, lambda connection: connection.prefill.Prefill(sent, **call_options(connection))
+                prompt, lambda connection: connection.prefill.Prefill(prefill_request, **call_options(connection))
             )
         except NoReplica:
             return None
@@ -130,15 +130,15 @@ class DisaggregatedPrefill:
         lease: _SourceLease | None,
         call_options: CallOptions,
     ) -> AsyncGenerator[tuple[RoutedRequest, prefill_pb2.GenerateResponse], None]:
-        sent = prefill_pb2.GenerateRequest()
-        sent.CopyFrom(request)
+        decode_request = prefill_pb2.GenerateRequest()
+        decode_request.CopyFrom(request)
         if lease is not None:
-            sent.kv_source.CopyFrom(lease.source)
-            sent.prefill.explain = False  # the prefill replica has explained the prompt
+            decode_request.kv_source.CopyFrom(lease.source)
+            decode_request.prefill.explain = False  # the prefill replica has explained the prompt
 
         def make_call(connection: ReplicaConnection) -> _WatchedCall:
             return _WatchedCall(
-                connection.prefill.Generate(sent, **call_options(connection)),
+                connection.prefill.Generate(decode_request, **call_options(connection)),
                 None if lease is None else lease.connection,
             )
 
@@ -147,8 +147,8 @@ class DisaggregatedPrefill:
     def _release(self, lease: _SourceLease) -> None:
         """Release a lease in the background. If that fails, the lease expires."""
         task = asyncio.ensure_future(lease.release())
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        self._release_tasks.add(task)
+        task.add_done_callback(self._release_tasks.discard)
 
 
 class _SourceLease:
@@ -180,7 +180,12 @@ class _SourceLease:
 
 
 class _WatchedCall:
-    """A stream of responses. Until the first one has arrived, it also watches the replica that has the K/V."""
+    """A call to a decode replica. Until its first response has arrived, it fails if the source is lost.
+
+    Args:
+        call: the call, made by a stub of `grpc.aio`.
+        source: connection to the replica that has the K/V of the prompt; None if there is none.
+    """
 
     def __init__(self, call: Any, source: ReplicaConnection | None) -> None:
         self._call = call
@@ -195,11 +200,11 @@ class _WatchedCall:
         if self._source is None:
             return await self._call.read()
         try:
-            part = await self._source.wait_for(self._call.read())
+            response = await self._source.wait_for(self._call.read())
         except ReplicaLost as error:
             raise SourceLost(str(error)) from error
         self._source = None
-        return part
+        return response
 
     def cancel(self) -> None:
         """End the call."""
@@ -207,45 +212,44 @@ class _WatchedCall:
 
 
 def with_prefill_usage(
-    part: prefill_pb2.GenerateResponse, computed: prefill_pb2.PrefillResponse | None
+    response: prefill_pb2.GenerateResponse, prefill: prefill_pb2.PrefillResponse | None
 ) -> prefill_pb2.GenerateResponse:
     """Attach the prefill usage and times to a response of the decode replica.
 
     The client sees the fleet as one server: the prompt's tokens are counted as on the prefill replica, and written
-    tokens are the sum of both replicas. So are the times, except that the decode replica's queue time counts as prefill
-    time.
+    tokens and times are the sums of both replicas, except that the decode replica's queue time counts as prefill time.
 
     The first response also gets the explanation of the prefill replica, if there is one.
 
     Args:
-        part: response of the decode replica; changed in place if it is of completion 0 and has a usage.
-        computed: response of the prefill replica, without its explanation afterwards; None if the decode replica
+        response: response of the decode replica; changed in place if it is of completion 0 and has a usage.
+        prefill: response of the prefill replica, from which the explanation is removed; None if the decode replica
             computed the prompt.
 
     Returns:
         The response.
     """
-    if computed is None or part.index or not part.HasField("usage"):
-        return part
-    if computed.HasField("explanation"):
-        part.explanation.CopyFrom(computed.explanation)
-        computed.ClearField("explanation")
+    if prefill is None or response.index or not response.HasField("usage"):
+        return response
+    if prefill.HasField("explanation"):
+        response.explanation.CopyFrom(prefill.explanation)
+        prefill.ClearField("explanation")
     for name in _PROMPT_FIELDS:
-        setattr(part.usage, name, getattr(computed.usage, name))
-    part.usage.written_tokens += computed.usage.written_tokens
-    if part.finished:
-        part.miss_reason = computed.miss_reason
-        part.timing.prefill_us += part.timing.queue_us + computed.timing.prefill_us
-        part.timing.queue_us = computed.timing.queue_us
-        part.timing.total_us += computed.timing.total_us
-    return part
+        setattr(response.usage, name, getattr(prefill.usage, name))
+    response.usage.written_tokens += prefill.usage.written_tokens
+    if response.finished:
+        response.miss_reason = prefill.miss_reason
+        response.timing.prefill_us += response.timing.queue_us + prefill.timing.prefill_us
+        response.timing.queue_us = prefill.timing.queue_us
+        response.timing.total_us += prefill.timing.total_us
+    return response
 
 
 def _can_disaggregate(request: prefill_pb2.GenerateRequest) -> bool:
     """Return whether another replica may prefill the prompt.
 
-    Its K/V must be read from the cache and written to it, and the request must not ask for log probabilities of the
-    prompt.
+    The request must read and write the cache, through which the K/V of the prompt are fetched, and must not ask for log
+    probabilities of the prompt.
     """
     prompt = request.prefill
     reads = not prompt.HasField("read_cache") or prompt.read_cache

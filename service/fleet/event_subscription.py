@@ -19,7 +19,7 @@ from radixkv.v1 import events_pb2
 
 _MIN_PAUSE_S = 0.05
 _MAX_PAUSE_S = 5.0
-_FORGET_S = 30.0
+_FORGET_S = 30.0  # after the last batch, the blocks of a server that can't be reached are removed from the view
 _NUMBER_UNKNOWN = (grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.DATA_LOSS)
 _PERMANENT = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
 
@@ -44,7 +44,7 @@ class EventSubscription:
               └── after a pause ─────────────┘ the connection ended
 
     While the connection is down, the view keeps the blocks of the server, because the server probably still has them.
-    They are removed when the stream or an attempt to subscribe fails 30 s or more after the last batch.
+    The blocks are removed when the stream or an attempt to subscribe fails 30 s or more after the last batch.
 
     Args:
         name: name of the replica in the view.
@@ -84,7 +84,7 @@ class EventSubscription:
             except grpc.aio.AioRpcError as error:
                 if error.code() in _PERMANENT:
                     raise
-                self._break(error.code())
+                self._handle_error(error.code())
             await self._sleep(self._pause_s)
             self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
 
@@ -94,12 +94,13 @@ class EventSubscription:
             async for message in messages:
                 if self._name not in self._view.names:
                     return
-                if not self._view.read(self._name, batch_of(message)):
+                is_complete = self._view.read(self._name, batch_of(message))
+                if not is_complete:
                     return
                 self._last_batch_s = self._clock()
                 self._pause_s = _MIN_PAUSE_S
 
-    def _break(self, code: grpc.StatusCode) -> None:
+    def _handle_error(self, code: grpc.StatusCode) -> None:
         if self._name not in self._view.names:
             return
         if code in _NUMBER_UNKNOWN:
@@ -107,7 +108,7 @@ class EventSubscription:
             return
         _log.info("events of %s: the stream ended with %s", self._name, code.name)
         if self._last_batch_s is not None and self._clock() - self._last_batch_s >= _FORGET_S:
-            self._view.join(self._name)
+            self._view.join(self._name)  # removes the blocks of the replica
             self._last_batch_s = None
 
 

@@ -51,12 +51,12 @@ class FleetState:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._connect = connect
-        self._choose = make_routing(routing, weights)
+        self._policy = make_routing(routing, weights)
         self._weights = weights
         self._clock = clock
         self._connections: dict[str, ReplicaConnection] = {}
         self._tasks: dict[str, tuple[asyncio.Task[None], asyncio.Task[None]]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._close_tasks: set[asyncio.Task[None]] = set()
         self._speeds = ReplicaSpeeds(clock)
         self._router: Router | None = None
 
@@ -93,29 +93,35 @@ class FleetState:
         """
         if prompt.source and prompt.source not in self._connections:
             raise UnknownLease("kv_source.address: it is not the address of a replica, or that replica has ended")
-        down = {name for name, connection in self._connections.items() if not connection.is_up}
         allowed = self._connections.keys() - prompt.avoid
         if self._router is None or not allowed:
             raise NoReplica("replicas: there is none that may get the request")
-        avoid = prompt.avoid | down if allowed - down else prompt.avoid
+
+        # Avoid replicas that are not up, and the source, unless there is no other.
+        not_up = {name for name, connection in self._connections.items() if not connection.is_up}
+        avoid = prompt.avoid | not_up if allowed - not_up else prompt.avoid
         if prompt.source and self._connections.keys() - avoid - {prompt.source}:
             avoid = avoid | {prompt.source}
+
         namespace = Namespace(self._fingerprint, prompt.tenant, prompt.adapter, prompt.salt)
         route = self._router.route(namespace, prompt.tokens, avoid)
-        asyncio.get_running_loop().call_soon(self._router.remember)
-        connection = self._connections[route.name]
+        asyncio.get_running_loop().call_soon(self._router.remember)  # later, so that it does not delay the request
         num_replicas = len(self._connections.keys() - avoid)
-        num_tokens = len(prompt.tokens) // TOKEN_BYTES - route.hits.total + route.queue_tokens
-        seconds = num_tokens * self._speeds.of(route.name).compute_s
+        num_tokens_to_compute = len(prompt.tokens) // TOKEN_BYTES - route.hits.total + route.queue_tokens
         return RoutedRequest(
-            connection, route, self._reason(route), seconds, num_replicas, partial(self._finish, route, self._clock())
+            connection=self._connections[route.name],
+            route=route,
+            reason=self._reason(route),
+            expected_s=num_tokens_to_compute * self._speeds.of(route.name).compute_s,
+            num_replicas=num_replicas,
+            finish=partial(self._finish, route, self._clock()),
         )
 
     async def close(self) -> None:
         """Remove all replicas."""
         for name in self.addresses:
             self._leave(name)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await asyncio.gather(*self._close_tasks, return_exceptions=True)
 
     def _join(self, facts: ReplicaFacts) -> None:
         if self._router is None:
@@ -124,7 +130,7 @@ class FleetState:
                 FleetView(facts.event_block_size, clock=self._clock),
                 FleetLoad(clock=self._clock),
                 PrefixDemand(clock=self._clock),
-                self._choose,
+                self._policy,
                 identities=Identities(facts.open_tenant, facts.secrets.events_key),
                 times=self._speeds.of,
             )
@@ -141,9 +147,9 @@ class FleetState:
         if self._router is not None:
             self._router.leave(name)
         self._speeds.forget(name)
-        closing = asyncio.ensure_future(_close(connection, *self._tasks.pop(name)))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        close_task = asyncio.ensure_future(_close(connection, *self._tasks.pop(name)))
+        self._close_tasks.add(close_task)
+        close_task.add_done_callback(self._close_tasks.discard)
         _log.info("replica %s: left, %d in all", name, len(self._connections))
 
     def _finish(self, route: Route, sent_s: float, computed_tokens: int | None) -> None:
@@ -153,10 +159,10 @@ class FleetState:
     def _reason(self, route: Route) -> RoutingReason:
         if route.is_new_home:
             return RoutingReason.NEW_HOME
-        least = self._weights.least_match_tokens
-        if route.most_tokens - route.hits.total >= least:
+        min_useful_tokens = self._weights.least_match_tokens
+        if route.most_tokens - route.hits.total >= min_useful_tokens:
             return RoutingReason.AWAY
-        return RoutingReason.PREFIX if route.hits.total >= least else RoutingReason.LOAD
+        return RoutingReason.PREFIX if route.hits.total >= min_useful_tokens else RoutingReason.LOAD
 
 
 def _log_failure(name: str, stream: asyncio.Task[None]) -> None:

@@ -17,7 +17,7 @@ from radixkv.service.fleet.routing_request import RoutedRequest, RoutingRequest
 
 Choose = Callable[[RoutingRequest], Awaitable[RoutedRequest]]
 
-_PAUSE_S = 0.1
+_PAUSE_S = 0.1  # between two attempts to choose a replica while there is none
 
 
 class ReplicaRefusal(Exception):
@@ -111,10 +111,12 @@ class Forwarder:
             call, has_begun = make_call(routed.connection), False
             with routed.connection.in_flight():
                 try:
-                    while (part := await routed.connection.wait_for(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                    while True:
+                        response = await routed.connection.wait_for(call.read())
+                        if response is grpc.aio.EOF:  # type: ignore[attr-defined]
+                            return
                         has_begun = True
-                        yield routed, part
-                    return
+                        yield routed, response
                 except (grpc.aio.AioRpcError, ReplicaLost) as error:
                     failure = await self._prepare_retry(prompt, routed, error, has_begun=has_begun)
                 finally:

@@ -16,7 +16,7 @@ from radixkv.service.fleet.ingress_server import IngressServer
 from radixkv.service.fleet.replica_connection import ReplicaConnection
 from radixkv.service.fleet.routing_request import ReplicaListing, RoutedRequest, RoutingRequest
 
-_ONE_TOKEN = bytes(4)
+_ANY_PROMPT = bytes(4)  # one token, to be routed to any replica
 _LISTING_TIMEOUT_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ class Ingress:
         self, server: ServerConfig, fleet: FleetConfig, replicas: Any, decode_replicas: Any = None
     ) -> None:
         self._replicas = replicas
-        self._all = (replicas,) if decode_replicas is None else (replicas, decode_replicas)
+        self._handles = (replicas,) if decode_replicas is None else (replicas, decode_replicas)
         self._wait_s = fleet.start_timeout_s
-        first = await self._wait_for_first(self.choose)
-        first.finish(0)
+        first_routed = await self._wait_for_first(self.choose)
+        first_routed.finish(0)
         forwarder, disaggregated = Forwarder(self.choose, self._wait_s), None
         if decode_replicas is not None:
             choose = partial(_choose_replica, decode_replicas, self._wait_s)
@@ -51,7 +51,7 @@ class Ingress:
             max_wait_s = min(self._wait_s, fleet.health_timeout_s)
             prefill_forwarder = Forwarder(partial(_choose_replica, replicas, max_wait_s), max_wait_s)
             disaggregated = DisaggregatedPrefill(prefill_forwarder, Forwarder(choose, self._wait_s))
-        self._server = IngressServer(server, first.connection.facts, forwarder, self.connections, disaggregated)
+        self._server = IngressServer(server, first_routed.connection.facts, forwarder, self.connections, disaggregated)
         self._address = await self._server.start()
         _log.info("ingress listens on %s", self._address)
 
@@ -66,7 +66,7 @@ class Ingress:
     async def connections(self) -> list[ReplicaConnection]:
         """Return the connections to all replicas, of all roles."""
         connections: list[ReplicaConnection] = []
-        for handle in self._all:
+        for handle in self._handles:
             listing = ReplicaListing()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LISTING_TIMEOUT_S), handle.choose_replica(listing, _reserve=False):
@@ -87,7 +87,7 @@ class Ingress:
         """Wait for the first replica, without a timeout, since large models load slowly."""
         while True:
             try:
-                return await choose(RoutingRequest(_ONE_TOKEN))
+                return await choose(RoutingRequest(_ANY_PROMPT))
             except NoReplica:
                 await asyncio.sleep(0)
 

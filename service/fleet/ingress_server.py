@@ -43,7 +43,7 @@ _SERVICES = (
     fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name,
     model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
 )
-_FLUSH_S = 1.0
+_FLUSH_S = 1.0  # at the end of a drain, for clients to read their last responses and close their connections
 
 
 class IngressServer:

@@ -33,11 +33,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Add and remove replicas."""
-        known = [
+        with_facts = [
             (ReplicaFacts.from_metadata(each.replica_metadata), each) for each in replicas if each.replica_metadata
         ]
-        self._by_address = {facts.address: each for facts, each in known}
-        self._fleet_state.update(facts for facts, _ in known)
+        self._by_address = {facts.address: each for facts, each in with_facts}
+        self._fleet_state.update(facts for facts, _ in with_facts)
         super().update_replicas(replicas)
 
     async def choose_replicas(

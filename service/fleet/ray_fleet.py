@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 APPLICATION = "radixkv"
 _OBJECT_STORE_BYTES = 80 * 2**20  # the fleet stores nothing there; the minimum of Ray is 75 MiB
-_LOCAL = "127.0.0.1"
-_ALL, _LOOPBACK = "[::]:", "127.0.0.1:"
+_LOOPBACK = "127.0.0.1"
+_ALL_ADDRESSES = "[::]"
 _ROUTER = "radixkv.service.fleet.prefix_router:PrefixRouter"
 _POLICY = "radixkv.service.fleet.replica:ReplicasForLoad"
 # The ingress, its router and Ray's own calls share one event loop, so that routing a request needs no thread switch.
@@ -37,7 +37,7 @@ _ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 10.0
 _STOP_S = 20.0  # after the drain: connections are closed, and a replica with tiers saves its cache for up to 10 s
-_MAX_STARTS = 3
+_MAX_STARTS = 3  # attempts of Ray to start a replica, before the start of the fleet fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class FleetPlan:
     config: Config
     min_replicas: int
     max_replicas: int
-    replica_host: str = _LOCAL
+    replica_host: str = _LOOPBACK
     cpus: float = 1.0
     gpus: float = 0.0
     ray_address: str | None = None
@@ -69,7 +69,8 @@ def running_fleet(plan: FleetPlan) -> Iterator[None]:
         MissingPackage: Ray is not installed.
         ConfigError: a replica does not start. The message has the cause if it is an error of this package.
     """
-    for name, value in (_QUIET | ({} if plan.ray_address else _USUAL_PRIORITY | _ON_LOOPBACK)).items():
+    variables = _QUIET if plan.ray_address else _QUIET | _USUAL_PRIORITY | _ON_LOOPBACK
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
     try:
         import ray
@@ -106,7 +107,7 @@ def listen_on_loopback() -> None:
     add_port: Any = replica.add_port_to_grpc_server
 
     def add_local_port(server: Any, address: str) -> Any:
-        return add_port(server, address.replace(_ALL, _LOOPBACK))
+        return add_port(server, address.replace(f"{_ALL_ADDRESSES}:", f"{_LOOPBACK}:"))
 
     replica.add_port_to_grpc_server = add_local_port
 
@@ -127,14 +128,16 @@ def _ray_options(plan: FleetPlan) -> dict[str, Any]:
     quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
     if plan.ray_address is not None:
         return {"address": plan.ray_address, "namespace": APPLICATION, **quiet}
-    cpus = max(os.cpu_count() or 1, round(sum(each.max_replicas for each in _deployments(plan)) * plan.cpus + 0.5))
+    # Ray starts only replicas for which it has enough CPUs, so it counts at least as many CPUs as all replicas request.
+    max_replicas = sum(each.max_replicas for each in _deployments(plan))
+    cpus = max(os.cpu_count() or 1, round(max_replicas * plan.cpus + 0.5))
     return {
         "address": "local",
         "namespace": APPLICATION,
         "num_cpus": cpus,
         "include_dashboard": False,
         "object_store_memory": _OBJECT_STORE_BYTES,
-        "_node_ip_address": _LOCAL,
+        "_node_ip_address": _LOOPBACK,
         "runtime_env": {"worker_process_setup_hook": "radixkv.service.fleet.ray_fleet.listen_on_loopback"},
         **quiet,
     }

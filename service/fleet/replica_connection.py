@@ -102,15 +102,17 @@ class ReplicaConnection:
         self._lost = asyncio.Event()
         credentials = None if tls_ca is None else tls_credentials(tls_ca)
         options = channel_options(server_name_options(tls_name), 0)
-        calls = open_async_channel(facts.address, credentials, (*options, ("grpc.client_idle_timeout_ms", _IDLE_MS)))
+        call_options = (*options, ("grpc.client_idle_timeout_ms", _IDLE_MS))
+        call_channel = open_async_channel(facts.address, credentials, call_options)
         # Without a subchannel pool of their own, channels to one address share a connection.
-        watch = open_async_channel(facts.address, credentials, (*options, ("grpc.use_local_subchannel_pool", 1)))
-        self._channels = calls, watch
-        self.prefill = PrefillServiceStub(calls)  # type: ignore[no-untyped-call]
-        self.cache = CacheServiceStub(calls)  # type: ignore[no-untyped-call]
-        self.model = ModelServiceStub(calls)  # type: ignore[no-untyped-call]
-        self._events = EventServiceStub(watch)  # type: ignore[no-untyped-call]
-        self._check_health = HEALTH_CHECK.bind(watch)
+        watch_options = (*options, ("grpc.use_local_subchannel_pool", 1))
+        watch_channel = open_async_channel(facts.address, credentials, watch_options)
+        self._channels = call_channel, watch_channel
+        self.prefill = PrefillServiceStub(call_channel)  # type: ignore[no-untyped-call]
+        self.cache = CacheServiceStub(call_channel)  # type: ignore[no-untyped-call]
+        self.model = ModelServiceStub(call_channel)  # type: ignore[no-untyped-call]
+        self._events = EventServiceStub(watch_channel)  # type: ignore[no-untyped-call]
+        self._check_health = HEALTH_CHECK.bind(watch_channel)
         self.metadata = (("authorization", f"Bearer {facts.secrets.token}"),)
 
     def subscribe(
@@ -134,12 +136,12 @@ class ReplicaConnection:
         except grpc.aio.AioRpcError as error:
             if error.code() in _NO_RESPONSE:
                 if self.is_up:
-                    _log.warning("replica %s: it did not answer a health check", self._name)
+                    _log.warning("replica %s: it did not answer a health check", self._address)
                 self.is_up = False
                 self._lost.set()
                 return
         if self._lost.is_set():
-            self._lost = asyncio.Event()
+            self._lost = asyncio.Event()  # calls that wait for the previous event still see that the replica was lost
 
     async def wait_for(self, awaitable: Awaitable[Answer]) -> Answer:
         """Wait for a response while the replica answers health checks.
@@ -152,7 +154,7 @@ class ReplicaConnection:
         try:
             await asyncio.wait((lost, call), return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                raise ReplicaLost(f"replica {self._name}: it answers neither the call nor health checks")
+                raise ReplicaLost(f"replica {self._address}: it answers neither the call nor health checks")
             return call.result()
         finally:
             lost.cancel()
@@ -181,5 +183,5 @@ class ReplicaConnection:
         await asyncio.gather(*(channel.close(None) for channel in self._channels))
 
     @property
-    def _name(self) -> str:
+    def _address(self) -> str:
         return self.facts.address

@@ -42,7 +42,7 @@ class ReplicaFacts:
         epoch: epoch of its pool; it changes with each restart.
         model: name of the model.
         fingerprint: fingerprint of the model; part of each namespace.
-        vocab_size: token ids are below it.
+        vocab_size: number of the model's tokens; token ids are smaller.
         max_prompt_tokens: maximum length of a prompt.
         event_block_size: tokens per block in its events.
         open_tenant: tenant whose events use no key; see `Identities`.
@@ -63,11 +63,13 @@ class ReplicaFacts:
 
     def to_metadata(self) -> dict[str, Any]:
         """Return the properties as text and numbers, which Ray can pass on."""
-        plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "secrets"}
-        return {**plain, "events_key": self.secrets.events_key.hex(), "token": self.secrets.token}
+        properties = {
+            each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "secrets"
+        }
+        return {**properties, "events_key": self.secrets.events_key.hex(), "token": self.secrets.token}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> Self:
         """Return the properties from the result of `to_metadata`."""
-        plain = {key: value for key, value in metadata.items() if key not in ("events_key", "token")}
-        return cls(**plain, secrets=FleetSecrets(bytes.fromhex(metadata["events_key"]), metadata["token"]))
+        properties = {key: value for key, value in metadata.items() if key not in ("events_key", "token")}
+        return cls(**properties, secrets=FleetSecrets(bytes.fromhex(metadata["events_key"]), metadata["token"]))

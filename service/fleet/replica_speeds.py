@@ -11,8 +11,8 @@ from radixkv.routing.candidate import DEFAULT_TIMES, TokenTimes
 
 _DECAY = 0.9  # per response, so that about the last ten count
 _MIN_TOKENS = 64  # the time of shorter prompts is mostly overhead
-_EQUAL_FACTOR = 2.0
-_MEMORY_S = 30.0
+_EQUAL_FACTOR = 2.0  # replicas count as equally fast if they take less than this multiple of the shortest time
+_MEMORY_S = 30.0  # without responses, a longer time approaches the shortest one with this time constant
 
 
 @dataclass(slots=True)
@@ -25,6 +25,7 @@ class _Speed:
 
     @property
     def compute_s(self) -> float:
+        """Seconds per token."""
         return self.busy_s / self.tokens
 
 
@@ -51,17 +52,17 @@ class ReplicaSpeeds:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._speeds: dict[str, _Speed] = {}
-        self._fastest_s = 0.0
-        self._equals = DEFAULT_TIMES
+        self._fastest_s = 0.0  # seconds per token of the fastest replica
+        self._times_of_equals = DEFAULT_TIMES  # of the replicas that count as equally fast
 
     def of(self, name: str) -> TokenTimes:
         """Return the times per token of a replica. Complexity: O(1)."""
         speed = self._speeds.get(name)
         if speed is None or not speed.tokens or speed.compute_s < _EQUAL_FACTOR * self._fastest_s:
-            return self._equals
-        kept = math.exp((speed.last_response_s - self._clock()) / _MEMORY_S)
-        compute_s = self._fastest_s + kept * (speed.compute_s - self._fastest_s)
-        return self._equals if compute_s < _EQUAL_FACTOR * self._fastest_s else TokenTimes(compute_s=compute_s)
+            return self._times_of_equals
+        remaining_share = math.exp((speed.last_response_s - self._clock()) / _MEMORY_S)
+        compute_s = self._fastest_s + remaining_share * (speed.compute_s - self._fastest_s)
+        return self._times_of_equals if compute_s < _EQUAL_FACTOR * self._fastest_s else TokenTimes(compute_s=compute_s)
 
     def note(self, name: str, sent_s: float, computed_tokens: int | None) -> None:
         """Record a response that has just arrived. Failures and short prompts are not measured.
@@ -80,15 +81,16 @@ class ReplicaSpeeds:
         if computed_tokens is not None and computed_tokens >= _MIN_TOKENS and busy_s > 0:
             speed.tokens = _DECAY * speed.tokens + computed_tokens
             speed.busy_s = _DECAY * speed.busy_s + busy_s
-            self._compare()
+            self._update_equals()
 
     def forget(self, name: str) -> None:
         """Remove a replica."""
         self._speeds.pop(name, None)
-        self._compare()
+        self._update_equals()
 
-    def _compare(self) -> None:
-        known = [speed.compute_s for speed in self._speeds.values() if speed.tokens]
-        self._fastest_s = min(known, default=0.0)
-        equal = [compute_s for compute_s in known if compute_s < _EQUAL_FACTOR * self._fastest_s]
-        self._equals = TokenTimes(compute_s=sum(equal) / len(equal)) if equal else DEFAULT_TIMES
+    def _update_equals(self) -> None:
+        """Find the fastest replica and those that count as equally fast."""
+        measured = [speed.compute_s for speed in self._speeds.values() if speed.tokens]
+        self._fastest_s = min(measured, default=0.0)
+        equals = [compute_s for compute_s in measured if compute_s < _EQUAL_FACTOR * self._fastest_s]
+        self._times_of_equals = TokenTimes(compute_s=sum(equals) / len(equals)) if equals else DEFAULT_TIMES

@@ -28,7 +28,7 @@ class RoutedRequest:
         connection: the connection to the replica.
         route: the decision of the router.
         reason: why the replica was chosen.
-        seconds: expected time until the prompt is computed.
+        expected_s: expected seconds until the prompt is computed.
         num_replicas: number of candidates.
         finish: must be called at the end of the request: with the number of computed tokens, or with None if it failed
             or the number is unknown. Further calls do nothing.
@@ -37,7 +37,7 @@ class RoutedRequest:
     connection: ReplicaConnection
     route: Route
     reason: RoutingReason
-    seconds: float
+    expected_s: float
     num_replicas: int
     finish: Callable[[int | None], None]
 

@@ -29,6 +29,8 @@ from radixkv.v1 import cache_pb2, fleet_pb2, fleet_pb2_grpc, model_pb2, model_pb
 REPLICA = "radixkv-replica"
 """Name of the trailing metadata with the address of the replica that responded."""
 
+_ANY_PROMPT = bytes(4)  # one token, to be routed to any replica
+
 _Prompt = TypeVar(
     "_Prompt",
     prefill_pb2.PrefillRequest,
@@ -70,15 +72,18 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
         """Generate on a replica; with a `kv_source`, on another replica than the source, unless there is no other."""
-        async with replica_errors_as_status(context), contextlib.aclosing(await self._parts(request, context)) as parts:
-            async for routed, part in parts:
-                if part.HasField("usage"):
+        async with (
+            replica_errors_as_status(context),
+            contextlib.aclosing(await self._responses(request, context)) as responses,
+        ):
+            async for routed, response in responses:
+                if response.HasField("usage"):
                     if self._disaggregated is None:  # otherwise the request counts as load until its end
-                        routed.finish(part.usage.computed_tokens)
+                        routed.finish(response.usage.computed_tokens)
                     name_replica(routed, context)
-                yield part
+                yield response
 
-    async def _parts(
+    async def _responses(
         self, request: prefill_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[tuple[RoutedRequest, prefill_pb2.GenerateResponse], None]:
         """Return a stream of responses, each with the replica that generates."""
@@ -146,7 +151,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         prompt.avoid.update(request.avoid)
         async with replica_errors_as_status(context):
             routed = await self._forwarder.choose(prompt)
-        asyncio.get_running_loop().call_later(routed.seconds, routed.finish, None)
+        asyncio.get_running_loop().call_later(routed.expected_s, routed.finish, None)
         return fleet_pb2.RouteResponse(
             address=routed.name,
             reason=routed.reason.value,
@@ -171,14 +176,14 @@ class FleetModelServicer(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[model_pb2.TokenizerChunk]:
         """Send the files of the tokenizer."""
-        parts = self._forwarder.stream(
-            RoutingRequest(bytes(4)),
+        chunks = self._forwarder.stream(
+            RoutingRequest(_ANY_PROMPT),
             lambda connection: connection.model.GetTokenizer(request, **call_options(connection, context)),
         )
-        async with replica_errors_as_status(context), contextlib.aclosing(parts):
-            async for routed, part in parts:
+        async with replica_errors_as_status(context), contextlib.aclosing(chunks):
+            async for routed, chunk in chunks:
                 routed.finish(0)
-                yield part
+                yield chunk
 
 
 def add_partial_service(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
 class Completion:
     """Collects one completion of a prompt.
 
-        start ─▶ add, with new tokens before the last one, if they are needed ─▶ end ─▶ request_output
+        start ─▶ add, for new tokens before the end, if they are needed ─▶ end ─▶ request_output
 
     Args:
         index: index among the completions of the prompt.
@@ -93,8 +93,8 @@ class Completion:
         stop_token = self._stop_token(result)
         has_stop_text = self._options.include_stop_str_in_output
         if answer is not None:
-            end = len(token_ids) if stop_token is None or has_stop_text else -1
-            self._pieces.append(answer.finish(token_ids[answer.num_tokens : end]))
+            text_end = len(token_ids) if stop_token is None or has_stop_text else -1
+            self._pieces.append(answer.finish(token_ids[answer.num_tokens : text_end]))
         matched = None if answer is None else answer.matched
         if answer is not None and matched is not None:
             del token_ids[answer.num_tokens :]
@@ -110,6 +110,7 @@ class Completion:
             cumulative_logprob=sum(each.logprob for each in self._logprobs) if has_logprobs else None,
             logprobs=logprobs_by_id(token_ids, self._logprobs, self._tokenizer) if has_logprobs else None,
             finish_reason="stop" if is_stopped else "length",
+            # None for an end-of-sequence token, as in vLLM.
             stop_reason=stop_token if matched is None and stop_token not in self._eos_token_ids else matched,
         )
 

@@ -65,7 +65,7 @@ class EngineBatch(Generic[Result, Output]):
         with self._slots.call() as slots:
             try:
                 while len(outputs) < len(starts):
-                    self._start_some(slots, starts, futures, len(outputs))
+                    self._start_requests(slots, starts, futures, len(outputs))
                     index, tokens = self._events.get()
                     if tokens is not None:
                         self._add(index, tokens)
@@ -79,24 +79,26 @@ class EngineBatch(Generic[Result, Output]):
                     future.cancel()
         return [outputs[index] for index in range(len(starts))]
 
-    def _start_some(
+    def _start_requests(
         self, slots: CallSlots, starts: Sequence[Start[Result]], futures: list[Future[Result]], num_ended: int
     ) -> None:
+        """Start as many further requests as the slots allow, and add their futures to `futures`."""
         # A request that was refused keeps its slot for the next attempt.
         while len(futures) < len(starts) and (slots.num_taken > len(futures) - num_ended or slots.take()):
             index = len(futures)
             try:
-                future = starts[index](self._token_queue(index))
+                future = starts[index](self._tokens_callback(index))
             except QueueFull:  # the engine still counts cancelled requests, which have no slots any more
+                # While other requests of this call run, the next event leads to another attempt.
                 if len(futures) > num_ended:
                     return
                 time.sleep(_RETRY_S)
                 continue
             futures.append(future)
-            future.add_done_callback(self._end_queue(index))
+            future.add_done_callback(self._end_callback(index))
 
-    def _token_queue(self, index: int) -> OnTokens:
+    def _tokens_callback(self, index: int) -> OnTokens:
         return lambda tokens: self._events.put((index, tokens))
 
-    def _end_queue(self, index: int) -> Callable[[Future[Any]], None]:
+    def _end_callback(self, index: int) -> Callable[[Future[Any]], None]:
         return lambda _: self._events.put((index, None))

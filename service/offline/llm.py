@@ -108,15 +108,16 @@ class LLM:
         from radixkv.startup.build_engine import build_engine
         from radixkv.startup.malloc import give_back_freed_memory
 
-        limits = loaded.engine
-        num_slots = min(limits.max_tenant_requests, limits.max_waiting_requests + limits.max_running_requests)
-        self._slots = RequestSlots(num_slots)
+        config_limits = loaded.engine
+        max_unfinished_requests = config_limits.max_waiting_requests + config_limits.max_running_requests
+        self._slots = RequestSlots(min(config_limits.max_tenant_requests, max_unfinished_requests))
         self._seeds = random.Random(random_seed() if seed is None else int(seed))
         self._request_ids = itertools.count()
         self._tokenizer = ModelTokenizer(loaded.model.path)
         self._grammar_lock = threading.Lock()
         engine = build_engine(loaded)
-        self._stop = weakref.finalize(self, engine.stop)  # also if the following fails, and when the process exits
+        # Stops the engine also if one of the next statements fails, and when the process exits.
+        self._stop = weakref.finalize(self, engine.stop)
         self._engine: Engine | None = engine
         give_back_freed_memory()  # that the checks of the model used
         self._grammars = Grammars(self._tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
@@ -129,7 +130,7 @@ class LLM:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
+        """Close this object."""
         self.close()
 
     def close(self) -> None:
@@ -335,15 +336,17 @@ class LLM:
             RadixKVError: see `generate`. Messages name `continuations`.
         """
         engine = self._running_engine()
-        limits, after, before = engine.limits, prompt_list(continuations), prompt_list(contexts)
-        if len(before) == 1:
-            before *= len(after)
-        if len(before) != len(after):
+        limits = engine.limits
+        continuation_list, context_list = prompt_list(continuations), prompt_list(contexts)
+        num_continuations = len(continuation_list)
+        if len(context_list) == 1:
+            context_list *= num_continuations
+        if len(context_list) != num_continuations:
             raise InvalidRequest(
-                f"contexts: expected one, or one for each of {len(after)} continuations, got {len(before)}"
+                f"contexts: expected one, or one for each of {num_continuations} continuations, got {len(context_list)}"
             )
         requests = []
-        for index, (context, continuation) in enumerate(zip(before, after, strict=True)):
+        for index, (context, continuation) in enumerate(zip(context_list, continuation_list, strict=True)):
             with error_place(f"continuations[{index}]"):
                 prompt, forced = prepare_pair(context, continuation, self.get_tokenizer)
                 limits.require_tokens(forced.packed)
@@ -358,23 +361,24 @@ class LLM:
                 )
                 limits.require_generation(params, sampling)
                 requests.append((params, sampling))
-        rows = [LogprobTable(sampling.max_new_tokens) for _, sampling in requests]
+        logprobs = [LogprobTable(sampling.max_new_tokens) for _, sampling in requests]
 
         def end(index: int, result: GenerateResult) -> ContinuationScore:
             on_end()
-            rows[index].extend(result.logprobs)
+            logprobs[index].extend(result.logprobs)
+            token_ids = list(result.token_ids)
+            token_logprobs = [each.logprob for each in logprobs[index]]
+            most_likely_ids = [each.top[0][0] for each in logprobs[index]]
             return ContinuationScore(
-                logprob=sum(each.logprob for each in rows[index]),
-                is_greedy=all(
-                    each.top[0][0] == token_id for each, token_id in zip(rows[index], result.token_ids, strict=True)
-                ),
-                token_ids=list(result.token_ids),
-                token_logprobs=[each.logprob for each in rows[index]],
+                logprob=sum(token_logprobs),
+                is_greedy=most_likely_ids == token_ids,
+                token_ids=token_ids,
+                token_logprobs=token_logprobs,
                 num_cached_tokens=result.usage.cached_tokens,
             )
 
         with _progress("Scored continuations", len(requests), use_tqdm) as on_end:
-            batch = EngineBatch(engine, self._slots, lambda index, tokens: rows[index].extend(tokens.logprobs), end)
+            batch = EngineBatch(engine, self._slots, lambda index, tokens: logprobs[index].extend(tokens.logprobs), end)
             return batch.run([partial(engine.generate, *each) for each in requests])
 
     def _complete(

@@ -131,13 +131,13 @@ class ContinuationScore:
 
 
 def logprobs_by_id(
-    token_ids: Sequence[int], items: Sequence[TokenLogprobs], tokenizer: Tokenizer | None
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer | None
 ) -> list[dict[int, Logprob]]:
     """Return, for each token, the log probabilities of the token and of the most likely tokens, by token id.
 
     Args:
         token_ids: the tokens.
-        items: the log probabilities at the position of each token.
+        logprobs: the log probabilities at the position of each token.
         tokenizer: the model's tokenizer; None for no texts.
     """
 
@@ -145,10 +145,10 @@ def logprobs_by_id(
         return None if tokenizer is None else tokenizer.token_text(token_id)
 
     rows = []
-    for token_id, item in zip(token_ids, items, strict=True):
-        ranks = {top_id: rank for rank, (top_id, _) in enumerate(item.top, 1)}
-        row = {token_id: Logprob(item.logprob, ranks.get(token_id), text_of(token_id))}
-        for top_id, logprob in item.top:
+    for token_id, token_logprobs in zip(token_ids, logprobs, strict=True):
+        ranks = {top_id: rank for rank, (top_id, _) in enumerate(token_logprobs.top, 1)}
+        row = {token_id: Logprob(token_logprobs.logprob, ranks.get(token_id), text_of(token_id))}
+        for top_id, logprob in token_logprobs.top:
             row.setdefault(top_id, Logprob(logprob, ranks[top_id], text_of(top_id)))
         rows.append(row)
     return rows

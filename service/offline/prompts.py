@@ -17,7 +17,7 @@ from radixkv.service.token_ids import TokenIds, pack_token_ids
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 # The names of fields in this API, by their names in messages of the engine.
-_NAMES = prompt_field_names("prompt_token_ids", "max_tokens")
+_FIELD_NAMES = prompt_field_names("prompt_token_ids", "max_tokens")
 
 
 class TextPrompt(TypedDict):
@@ -54,23 +54,23 @@ class PreparedPrompt:
 
     @property
     def token_ids(self) -> list[int]:
-        """Its token ids."""
+        """Token ids of the prompt."""
         ids: list[int] = np.frombuffer(self.packed, dtype="<u4").tolist()
         return ids
 
     @classmethod
-    def of(cls, prompt: object, tokenizer: Callable[[], Tokenizer]) -> PreparedPrompt:
+    def of(cls, prompt: object, get_tokenizer: Callable[[], Tokenizer]) -> PreparedPrompt:
         """Encode a prompt.
 
         Args:
             prompt: text, token ids, or a mapping with either.
-            tokenizer: returns the tokenizer of the model.
+            get_tokenizer: returns the tokenizer of the model.
 
         Raises:
             RequestError, TypeError, ValueError: the prompt is wrong, or is text and the model has no tokenizer.
         """
         if not isinstance(prompt, Mapping):
-            return cls._of_value(prompt, tokenizer)
+            return cls._of_text_or_ids(prompt, get_tokenizer)
         for key in prompt:
             if key not in _KEYS:
                 raise InvalidRequest(f"{key}: expected one of the keys {', '.join(sorted(_KEYS))}, got another key")
@@ -81,12 +81,12 @@ class PreparedPrompt:
             raise InvalidRequest("prompt, cache_salt: expected text, got another type")
         if "prompt_token_ids" in prompt:
             return cls(text, pack_token_ids(prompt["prompt_token_ids"]), salt)
-        return cls(text, cls._of_value(text, tokenizer).packed, salt)
+        return cls(text, cls._of_text_or_ids(text, get_tokenizer).packed, salt)
 
     @classmethod
-    def _of_value(cls, prompt: object, tokenizer: Callable[[], Tokenizer]) -> PreparedPrompt:
+    def _of_text_or_ids(cls, prompt: object, get_tokenizer: Callable[[], Tokenizer]) -> PreparedPrompt:
         if isinstance(prompt, str):
-            return cls(prompt, pack_token_ids(tokenizer().encode(prompt)))
+            return cls(prompt, pack_token_ids(get_tokenizer().encode(prompt)))
         if isinstance(prompt, Sequence) or hasattr(prompt, "__array__"):
             return cls(None, pack_token_ids(cast("Any", prompt)))
         raise InvalidRequest(f"expected text, token ids, or a mapping with either, got {type(prompt).__name__}")
@@ -107,7 +107,7 @@ def prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInpu
 
 
 def prepare_pair(
-    context: object, continuation: object, tokenizer: Callable[[], Tokenizer]
+    context: object, continuation: object, get_tokenizer: Callable[[], Tokenizer]
 ) -> tuple[PreparedPrompt, PreparedPrompt]:
     """Encode a context and its continuation.
 
@@ -116,20 +116,23 @@ def prepare_pair(
 
     Args:
         context, continuation: see `PreparedPrompt.of`.
-        tokenizer: returns the tokenizer of the model.
+        get_tokenizer: returns the tokenizer of the model.
 
     Raises:
         RequestError, TypeError, ValueError: see `PreparedPrompt.of`.
     """
     if isinstance(context, str) and isinstance(continuation, str):
         stripped = context.rstrip()
-        before = tokenizer().encode(stripped)
-        after = tokenizer().encode(context + continuation)[len(before) :]
-        return PreparedPrompt(context, pack_token_ids(before)), PreparedPrompt(continuation, pack_token_ids(after))
-    prompt = PreparedPrompt.of(context, tokenizer)
+        context_ids = get_tokenizer().encode(stripped)
+        continuation_ids = get_tokenizer().encode(context + continuation)[len(context_ids) :]
+        return (
+            PreparedPrompt(context, pack_token_ids(context_ids)),
+            PreparedPrompt(continuation, pack_token_ids(continuation_ids)),
+        )
+    prompt = PreparedPrompt.of(context, get_tokenizer)
     if isinstance(continuation, str):  # without special tokens at its beginning
-        return prompt, PreparedPrompt(continuation, pack_token_ids(tokenizer().encode_rendered(continuation)))
-    return prompt, PreparedPrompt.of(continuation, tokenizer)
+        return prompt, PreparedPrompt(continuation, pack_token_ids(get_tokenizer().encode_rendered(continuation)))
+    return prompt, PreparedPrompt.of(continuation, get_tokenizer)
 
 
 @contextlib.contextmanager
@@ -149,5 +152,5 @@ def error_place(place: str) -> Iterator[None]:
 
 def _rename_fields(message: str) -> str:
     """Replace the names of fields at the beginning of a message by the names of this API."""
-    fields, colon, rest = message.partition(": ")
-    return renamed_fields(fields, _NAMES) + colon + rest if colon else message
+    fields, colon, problem = message.partition(": ")
+    return renamed_fields(fields, _FIELD_NAMES) + colon + problem if colon else message

@@ -28,7 +28,11 @@ class RequestSlots:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[CallSlots]:
-        """Count a call inside a `with` block. At the end of the block, the slots of the call are released."""
+        """Count a call inside a `with` block. At the end of the block, the slots of the call are released.
+
+        Yields:
+            The slots of the call, none at first.
+        """
         with self._changed:
             self._num_calls += 1
         slots = CallSlots(self)
@@ -39,11 +43,11 @@ class RequestSlots:
             with self._changed:
                 self._num_calls -= 1
 
-    def take(self, num_own: int) -> bool:
-        """Acquire a slot for a call that has `num_own` slots; see `CallSlots.take`."""
+    def take(self, num_own_slots: int) -> bool:
+        """Acquire a slot for a call that has `num_own_slots` slots; see `CallSlots.take`."""
         with self._changed:
-            while self._num_taken >= self._num_slots or num_own >= max(1, self._num_slots // self._num_calls):
-                if num_own:
+            while self._num_taken >= self._num_slots or num_own_slots >= max(1, self._num_slots // self._num_calls):
+                if num_own_slots:
                     return False
                 self._changed.wait()
             self._num_taken += 1

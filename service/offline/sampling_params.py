@@ -203,7 +203,7 @@ class SamplingParams:
         require_stops(self.stops)
         if self.stops and not self.detokenize:
             raise InvalidRequest("stop: expected it only with detokenize=True")
-        _ = self.structured
+        _ = self.structured  # refuses a wrong value
         self.sampling(_MAX_TOKENS if self.max_tokens is None else self.max_tokens, 0).validate(vocab_size)
 
     def _require_types(self) -> None:

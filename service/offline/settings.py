@@ -74,18 +74,18 @@ def config_of(
         ConfigError: an argument is unknown or wrong. The message names it.
     """
     keys = {name: value for name, value in keys.items() if not _changes_nothing(name, value)}
-    named = {f"{SECTION_OF[name]}.{name}": value for name, value in keys.items() if value is not None}
-    named["model.path"] = os.fspath(model)
-    named["server.diagnosed_share"] = 0.0  # a library has no call that returns the causes of misses
-    config = Config.load(file, [*settings, *(f"{key}={_toml(key, value)}" for key, value in named.items())])
+    values = {f"{SECTION_OF[name]}.{name}": value for name, value in keys.items() if value is not None}
+    values["model.path"] = os.fspath(model)
+    values["server.diagnosed_share"] = 0.0  # a library has no call that returns the causes of misses
+    config = Config.load(file, [*settings, *(f"{key}={_toml(key, value)}" for key, value in values.items())])
     if not adapters:
         return config
-    loaded = {name: AdapterConfig(os.fspath(path)) for name, path in adapters.items()}
-    return dataclasses.replace(config, adapters={**config.adapters, **loaded})
+    further_adapters = {name: AdapterConfig(os.fspath(path)) for name, path in adapters.items()}
+    return dataclasses.replace(config, adapters={**config.adapters, **further_adapters})
 
 
 def _changes_nothing(name: str, value: object) -> bool:
-    """Whether an argument is one of vLLM with a value that has no effect.
+    """Return whether an argument is one of vLLM with a value that has no effect.
 
     Raises:
         ConfigError: the argument is unknown, or its value is not supported.
@@ -95,9 +95,9 @@ def _changes_nothing(name: str, value: object) -> bool:
     if name not in _VLLM_ARGUMENTS:
         nearest = difflib.get_close_matches(name, [*SECTION_OF, "model", "adapters", "settings"], n=1, cutoff=0.0)
         raise ConfigError(f"LLM: {name}: unknown argument; the nearest is {nearest[0]}")
-    neutral, instead = _VLLM_ARGUMENTS[name]
-    if not any(value is each or (value == each and type(value) is type(each)) for each in neutral):
-        expected = " or ".join(map(repr, neutral)) or "no value"
+    values_without_effect, instead = _VLLM_ARGUMENTS[name]
+    if not any(value is each or (value == each and type(value) is type(each)) for each in values_without_effect):
+        expected = " or ".join(map(repr, values_without_effect)) or "no value"
         raise ConfigError(f"LLM: {name}: expected {expected}, got {value!r}; {instead}")
     return True
 

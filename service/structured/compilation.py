@@ -52,13 +52,13 @@ class Compilation:
         """Wait at most `limit_s` until compiling has begun, and then until it has ended or has taken `limit_s`.
 
         Raises:
-            InvalidRequest: compiling takes longer.
-            QueueFull: the grammar is still queued.
+            InvalidRequest: compiling takes longer than `limit_s`.
+            QueueFull: the grammar is still queued after `limit_s`.
             BaseException: the error that compiling raised.
         """
-        if not await _is_done(self._started_s, limit_s):
+        if not await _wait_until_done(self._started_s, limit_s):
             raise QueueFull(f"{self.text.field}: other grammars were compiled for {limit_s:g} s; try again later")
-        if not await _is_done(self._outcome, self._started_s.result() + limit_s - self._clock()):
+        if not await _wait_until_done(self._outcome, self._started_s.result() + limit_s - self._clock()):
             raise InvalidRequest(f"{self.text.field}: compiling it takes more than {limit_s:g} s; use a simpler one")
         outcome = self._outcome.result()
         if isinstance(outcome, BaseException):
@@ -66,8 +66,11 @@ class Compilation:
         return outcome
 
 
-async def _is_done(future: Future[Any], limit_s: float) -> bool:
-    """Wait at most `limit_s` for a future that a thread sets. Cancelling one call does not affect the others."""
+async def _wait_until_done(future: Future[Any], limit_s: float) -> bool:
+    """Wait at most `limit_s` for a future that a thread sets, and return whether it is done.
+
+    If a call that waits for the future is cancelled, other calls still wait for it.
+    """
     if not future.done():
         await asyncio.wait([asyncio.wrap_future(future)], timeout=limit_s)
     return future.done()

@@ -12,16 +12,16 @@ from radixkv.service.structured.grammar_text import GrammarText
 class GrammarCache:
     """Caches compilations per quota key, so that response times do not reveal the grammars of other tenants.
 
-    When the cache is full, a grammar whose compilation has ended is evicted: of the keys with such grammars, the one
-    with the most grammars in all loses the least recently used of them.
+    When the cache is full, a grammar whose compilation has ended is evicted. Of the quota keys with such a grammar, the
+    one with the most grammars, compiled or not, loses the least recently used one whose compilation has ended.
 
     Args:
-        max_texts: maximum number of grammars over all keys. Grammars that are not compiled yet may exceed it.
+        max_texts: maximum number of grammars of all keys together; exceeded only while grammars are not compiled yet.
     """
 
     def __init__(self, max_texts: int) -> None:
         self._max_texts = max_texts
-        # The least recently used first, for keys and for the texts of a key.
+        # Both the keys and the texts of a key are in the order of their last use, the least recently used first.
         self._by_key: OrderedDict[QuotaKey, OrderedDict[GrammarText, Compilation]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -48,12 +48,12 @@ class GrammarCache:
 
     def _evict_one(self) -> bool:
         """Evict a grammar whose compilation has ended. Returns whether there was one."""
-        keys = [key for key, texts in self._by_key.items() if any(each.is_over for each in texts.values())]
-        if not keys:
+        evictable_keys = [key for key, texts in self._by_key.items() if any(each.is_over for each in texts.values())]
+        if not evictable_keys:
             return False
-        largest = max(keys, key=lambda each: len(self._by_key[each]))
-        texts = self._by_key[largest]
+        largest_key = max(evictable_keys, key=lambda each: len(self._by_key[each]))
+        texts = self._by_key[largest_key]
         del texts[next(text for text, compilation in texts.items() if compilation.is_over)]
         if not texts:
-            del self._by_key[largest]
+            del self._by_key[largest_key]
         return True

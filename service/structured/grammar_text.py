@@ -21,7 +21,6 @@ _WHITESPACE_OPTIONS = {"whitespace_pattern", "whitespace_flexible"}
 # Do not force the canonical tokens of known text: the model chooses among all tokens that fit.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
-
 # Detects a grammar in Lark's syntax, as opposed to llama.cpp's, in linear time; llguidance's own detection holds the
 # GIL for seconds on many empty lines.
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
@@ -30,12 +29,13 @@ _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 _ROOT = re.compile(r"\broot[ \t]*::=")
 
 _MAX_REASON_CHARS = 300
-_EXCERPT = re.compile(r"\n *[0-9]+ \| |\n<non-verbose/>")  # followed by a copy of the grammar
+# The beginning of the copy of the grammar that ends an error message of llguidance.
+_COPY_BEGIN = re.compile(r"\n *[0-9]+ \| |\n<non-verbose/>")
 
 
 def one_line_reason(reason: object) -> str:
     """Return the beginning of an error message of llguidance on one line, without the copy of the grammar."""
-    return " ".join(_EXCERPT.split(str(reason))[0].split())[:_MAX_REASON_CHARS]
+    return " ".join(_COPY_BEGIN.split(str(reason))[0].split())[:_MAX_REASON_CHARS]
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class Grammars:
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()  # guards the queue
         self._waiting: OrderedDict[QuotaKey, deque[Compilation]] = OrderedDict()  # in the order of their turns
-        self._num_waiting = FairShares(MAX_WAITING, "grammars that wait to be compiled")
+        self._queue_shares = FairShares(MAX_WAITING, "grammars that wait to be compiled")
         self._is_compiling = False
         self._vocabulary: Vocabulary | None = None
         self._load_ended: Future[None] = Future()  # set when the vocabulary is loaded, or cannot be loaded
@@ -72,29 +72,29 @@ class Grammars:
             return sampling
         text.require_short()
         compilation = self._cache.find(key, text) or self._compile_later(text, key)
-        await asyncio.shield(asyncio.wrap_future(self._load_ended))  # other calls still wait if this one is cancelled
+        await asyncio.shield(asyncio.wrap_future(self._load_ended))  # cancelling this call must not cancel the future
         return dataclasses.replace(sampling, constraint=await compilation.constraint(MAX_COMPILE_S))
 
     def _compile_later(self, text: GrammarText, key: QuotaKey) -> Compilation:
         compilation = Compilation(text)
         with self._lock:
             if not self._is_compiling:
-                self._start_thread(text.field)  # it waits for the lock; nothing is queued if it cannot start
+                self._start_thread(text.field)  # nothing is queued if it cannot start
                 self._is_compiling = True
-            self._num_waiting.take(key, 1)
+            self._queue_shares.take(key, 1)
             self._waiting.setdefault(key, deque()).append(compilation)
         self._cache.add(key, compilation)
         return compilation
 
     def _start_thread(self, field: str) -> None:
-        before_bytes = threading.stack_size(_STACK_BYTES)
+        usual_stack_bytes = threading.stack_size(_STACK_BYTES)
         try:  # a daemon thread, so that a slow compilation does not delay the exit
             threading.Thread(target=self._compile_all, name="radixkv-grammars", daemon=True).start()
         except RuntimeError as error:
             _logger.warning("a request has a grammar, but no thread can be started to compile it: %s", error)
             raise QueueFull(f"{field}: no thread can be started to compile it; try again later") from error
         finally:
-            threading.stack_size(before_bytes)
+            threading.stack_size(usual_stack_bytes)
 
     def _compile_all(self) -> None:
         """Compile the queue: the first grammar of each quota key in turn."""
@@ -103,16 +103,17 @@ class Grammars:
                 if not self._waiting:
                     self._is_compiling = False
                     return
-                key, texts = self._waiting.popitem(last=False)
-                compilation = texts.popleft()
-                if texts:
-                    self._waiting[key] = texts
-            outcome = self._outcome(compilation)
+                key, compilations = self._waiting.popitem(last=False)
+                compilation = compilations.popleft()
+                if compilations:
+                    self._waiting[key] = compilations
+            outcome = self._try_compile(compilation)
             with self._lock:
-                self._num_waiting.release(key, 1)
+                self._queue_shares.release(key, 1)
             compilation.end(outcome)
 
-    def _outcome(self, compilation: Compilation) -> GrammarConstraint | BaseException:
+    def _try_compile(self, compilation: Compilation) -> GrammarConstraint | BaseException:
+        """Return the compiled grammar, or the error."""
         try:
             vocabulary = self._load_and_begin(compilation)
             return self._compile(compilation.text, vocabulary)
@@ -143,7 +144,6 @@ class Grammars:
         try:
             return Vocabulary.of(self._tokenizer.load().definition, self._vocab_size, self._eos_token_ids)
         except ValueError as error:
-            _logger.warning(
-                "a request has a grammar, but the model has no suitable tokenizer: %s", error
-            )  # may name paths
+            # Only the log has the error, which may name paths.
+            _logger.warning("a request has a grammar, but the model has no suitable tokenizer: %s", error)
             raise InvalidRequest(f"{field}: the model has no tokenizer that llguidance can read") from error

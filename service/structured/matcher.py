@@ -14,7 +14,7 @@ from radixkv.service.structured.grammar_text import GrammarText, one_line_reason
 from radixkv.service.structured.vocabulary import Vocabulary
 
 # Computing a token mask delays all requests of the step. A request whose mask takes longer is refused.
-MAX_MASK_S = 1.0
+MAX_MASK_S = 1.0  # CPU time
 
 _WORD_BITS = 32
 _LIMITS = LLParserLimits(verbose_errors=False)  # otherwise error messages contain tokens of the completion
@@ -51,8 +51,10 @@ class GrammarConstraint:
 
     def start(self, stop_token_ids: Set[int]) -> GrammarMatcher:
         """Return a matcher for a new completion; see `radixkv.api.constraint`."""
-        ends = np.array(sorted(stop_token_ids & self._vocabulary.without_text), dtype=np.int64)
-        return GrammarMatcher(self._matcher.deep_copy(), ends, self._vocabulary.vocab_size, self._field, self._clock)
+        end_token_ids = np.array(sorted(stop_token_ids & self._vocabulary.without_text), dtype=np.int64)
+        return GrammarMatcher(
+            self._matcher.deep_copy(), end_token_ids, self._vocabulary.vocab_size, self._field, self._clock
+        )
 
 
 class GrammarMatcher:
@@ -60,7 +62,7 @@ class GrammarMatcher:
 
     Args:
         matcher: llguidance's matcher at the start of the completion; owned by this object.
-        ends: tokens without text that end the completion, int64.
+        end_token_ids: tokens without text that end the completion, int64.
         vocab_size: number of the model's tokens, which is llguidance's id for the end.
         field: name of the request's field, for error messages.
         clock: CPU seconds of the calling thread, so that no request is refused because the machine is busy.
@@ -69,13 +71,13 @@ class GrammarMatcher:
     def __init__(
         self,
         matcher: LLMatcher,
-        ends: npt.NDArray[np.int64],
+        end_token_ids: npt.NDArray[np.int64],
         vocab_size: int,
         field: str,
         clock: Callable[[], float],
     ) -> None:
         self._matcher = matcher
-        self._ends = ends
+        self._end_token_ids = end_token_ids
         self._vocab_size = vocab_size
         self._field = field
         self._clock = clock
@@ -88,10 +90,11 @@ class GrammarMatcher:
             InvalidRequest: the mask cannot be computed, takes too long, or allows no token where the completion may not
                 end.
         """
-        mask = self._cached_mask()
-        if isinstance(mask, InvalidRequest):
-            raise mask
-        return mask[0]
+        result = self._cached_mask()
+        if isinstance(result, InvalidRequest):
+            raise result
+        mask, _ = result
+        return mask
 
     def accept(self, token_id: int) -> None:
         """Append the next token."""
@@ -105,8 +108,11 @@ class GrammarMatcher:
             return False
         if self._matcher.is_stopped():
             return True
-        mask = self._cached_mask()  # for some grammars this is known only after computing the mask
-        return not isinstance(mask, InvalidRequest) and mask[1]
+        result = self._cached_mask()  # for some grammars, only the mask shows that no token with text may follow
+        if isinstance(result, InvalidRequest):
+            return False
+        _, can_only_end = result
+        return can_only_end
 
     def _cached_mask(self) -> tuple[npt.NDArray[np.bool_], bool] | InvalidRequest:
         """Return the mask and whether only the end may follow, or the error; computed once per token."""
@@ -122,19 +128,19 @@ class GrammarMatcher:
         if self._matcher.is_error():
             reason = one_line_reason(self._matcher.get_error())
             return InvalidRequest(f"{self._field}: its token mask can't be computed: {reason}")
-        took_s = self._clock() - started_s
-        if took_s > MAX_MASK_S:
+        mask_s = self._clock() - started_s
+        if mask_s > MAX_MASK_S:
             return InvalidRequest(
-                f"{self._field}: expected one whose token mask takes at most {MAX_MASK_S:g} s, got {took_s:.1f} s"
+                f"{self._field}: expected one whose token mask takes at most {MAX_MASK_S:g} s, got {mask_s:.1f} s"
             )
         bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size + 1).view(np.bool_)
-        # Where a special token may follow, llguidance 1.9 allows the end in any case.
+        # Where a special token may follow, llguidance 1.9 always sets the bit for the end.
         allowed, can_end = bits[:-1], bool(bits[-1]) and self._matcher.is_accepting()
-        is_last = can_end and not allowed.any()
+        can_only_end = can_end and not allowed.any()
         if can_end:
-            allowed[self._ends] = True
+            allowed[self._end_token_ids] = True
         elif not allowed.any():
             return InvalidRequest(
                 f"{self._field}: it has a dead end: no token may follow, and the completion may not end"
             )
-        return allowed, is_last
+        return allowed, can_only_end

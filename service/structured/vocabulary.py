@@ -37,24 +37,25 @@ class Vocabulary:
         """
         tokenizer = LLTokenizer(definition)
         token_ids = range(min(vocab_size, tokenizer.vocab_size))
-        # Bytes that do not occur in UTF-8 are special tokens without a name.
+        # The token of the byte 0xFF counts as special, too: llguidance marks special tokens with this byte, which does
+        # not occur in UTF-8.
         special = frozenset(token_id for token_id in token_ids if tokenizer.is_special_token(token_id))
         without_text = special.union(eos_token_ids)
-        names = [tokenizer.decode_bytes([token_id]) for token_id in token_ids]
-        return cls.of_names([*names, *[b""] * (vocab_size - len(names))], without_text)
+        token_bytes = [tokenizer.decode_bytes([token_id]) for token_id in token_ids]
+        return cls.of_names([*token_bytes, *[b""] * (vocab_size - len(token_bytes))], without_text)
 
     @classmethod
-    def of_names(cls, names: Sequence[bytes], without_text: frozenset[int]) -> Vocabulary:
+    def of_names(cls, token_bytes: Sequence[bytes], without_text: frozenset[int]) -> Vocabulary:
         """Make a vocabulary from the bytes of each token."""
-        wrapped: Any = _Tokens(names, without_text)  # llguidance needs no more than this, contrary to its annotations
-        return cls(LLTokenizer(wrapped), len(names), without_text)
+        wrapper: Any = _TokenizerWrapper(token_bytes, without_text)  # llguidance's annotations require another type
+        return cls(LLTokenizer(wrapper), len(token_bytes), without_text)
 
 
 @dataclass(slots=True)
-class _Tokens:
-    """The part of a tokenizer that llguidance needs. It never tokenizes, because no tokens are forced."""
+class _TokenizerWrapper:
+    """The attributes of a tokenizer that llguidance reads. It never tokenizes, because no tokens are forced."""
 
-    names: Sequence[bytes]
+    token_bytes: Sequence[bytes]
     special: Iterable[int]
     is_tokenizer_wrapper: bool = True
     bos_token_id: int | None = None
@@ -63,8 +64,8 @@ class _Tokens:
     special_token_ids: Sequence[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.eos_token_id = len(self.names)
-        self.tokens = [*self.names, b""]
+        self.eos_token_id = len(self.token_bytes)
+        self.tokens = [*self.token_bytes, b""]
         self.special_token_ids = [*self.special, self.eos_token_id]
 
     def __call__(self, text: str) -> list[int]:

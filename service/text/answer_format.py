@@ -104,9 +104,8 @@ class AnswerParts:
             new_parts += self._calls.end()
         for each in new_parts:
             if isinstance(each, ToolCall):
+                if self.num_calls and not self._is_parallel:
+                    continue  # only the first call of the answer counts
                 self.num_calls += 1
-                if self.num_calls > 1 and not self._is_parallel:
-                    self.num_calls = 1
-                    continue
             parts.append(each)
         return parts

@@ -11,15 +11,18 @@ from radixkv.service.text.answer_format import AnswerFormat
 
 # The white space that `tojson` of chat templates writes, so that a call is rendered as it was generated.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_ANY = "/(?s:.*)/"
+_ANY_TEXT = "/(?s:.*)/"
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _FREE_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
-_OTHER_TEXT = r"/\s*[^\s{\[](?s:.*)/"  # text that begins with no bracket; calls without a tag begin with one
+# Text whose first character, apart from white space, is no bracket: calls without a tag begin with a bracket.
+_TEXT_WITHOUT_CALL = r"/\s*[^\s{\[](?s:.*)/"
 _DEFINITIONS = ("$defs", "definitions")
 # Keys of schemas that do not constrain a value. They would take most of the maximum length of a grammar.
 _ANNOTATIONS = {"title", "description", "examples", "default", "deprecated", "readOnly", "writeOnly", "$comment"}
-_SCHEMAS_BY_NAME = {"properties", "patternProperties", "dependentSchemas", *_DEFINITIONS}
-_VALUES = {"enum", "const"}
+# Keys of schemas whose value is an object with a schema for each name.
+_KEYS_OF_NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas", *_DEFINITIONS}
+# Keys of schemas whose value is data and contains no schema.
+_KEYS_OF_VALUES = {"enum", "const"}
 
 
 def forced_calls(
@@ -83,22 +86,22 @@ def strict_calls(
     """
     assert form.tool_format is not None
     rules = _Rules(form)
-    prefix, call = form.tool_format.prefix, form.tool_format.variants[0]
-    begin = form.first_tag(prefix or call.partition("{")[0])
+    prefix, variant = form.tool_format.prefix, form.tool_format.variants[0]
+    begin = form.first_tag(prefix or variant.partition("{")[0])
     if not begin:
-        calls = rules.calls(call, prefix, functions, is_parallel=is_parallel)
-        rules.add("start", f"{rules.reasoning(is_open=is_open)} ({calls} | {_OTHER_TEXT})?")
+        calls = rules.calls(variant, prefix, functions, is_parallel=is_parallel)
+        rules.add("start", f"{rules.reasoning(is_open=is_open)} ({calls} | {_TEXT_WITHOUT_CALL})?")
         return rules.text()
     if prefix:
-        calls = rules.calls(call, prefix[len(begin) :], functions, is_parallel=is_parallel)
-    else:
-        calls = rules.calls(call[len(begin) :], "", functions, is_parallel=False)
+        calls = rules.calls(variant, prefix[len(begin) :], functions, is_parallel=is_parallel)
+    else:  # each call begins with `begin`, so `start` below repeats them
+        calls = rules.calls(variant[len(begin) :], "", functions, is_parallel=False)
     text = rules.any_text()
     if begin in form.tags:
         rules.add("call_in_text", f"{text} {rules.literal(begin)} {calls}")
     else:  # `begin` is ordinary text; a lazy rule ends with its first occurrence
-        rules.add("text_to_call[lazy]", f"{_ANY} {rules.literal(begin)}")
-        rules.add("call_in_text", f"{'' if text == _ANY else text} text_to_call {calls}")
+        rules.add("text_to_call[lazy]", f"{_ANY_TEXT} {rules.literal(begin)}")
+        rules.add("call_in_text", f"{'' if text == _ANY_TEXT else text} text_to_call {calls}")
     rules.add("start", f"call_in_text{'*' if is_parallel else '?'} {text}")
     return rules.text()
 
@@ -134,8 +137,9 @@ class _Rules:
     def any_text(self) -> str:
         """Return an expression of any text, including the tags of reasoning."""
         form = self._reasoning
-        tags = [f"<[{self._tags[each]}]>" for each in ((form.begin, form.end) if form else ()) if each in self._tags]
-        return f"({_ANY} ({' | '.join(tags)}))* {_ANY}" if tags else _ANY
+        reasoning_tags = () if form is None else (form.begin, form.end)
+        special_tokens = [f"<[{self._tags[each]}]>" for each in reasoning_tags if each in self._tags]
+        return f"({_ANY_TEXT} ({' | '.join(special_tokens)}))* {_ANY_TEXT}" if special_tokens else _ANY_TEXT
 
     def reasoning(self, *, is_open: bool | None) -> str:
         """Return an expression of the reasoning before the answer."""
@@ -143,7 +147,7 @@ class _Rules:
         if form is None or is_open is None:
             return ""
         end = self.literal(form.end)
-        self.add("reasoning" if form.end in self._tags else "reasoning[lazy]", f"{_ANY} {end}")
+        self.add("reasoning" if form.end in self._tags else "reasoning[lazy]", f"{_ANY_TEXT} {end}")
         return r"reasoning /\s*/" if is_open else rf"({self.literal(form.begin)} reasoning /\s*/)?"
 
     def calls(self, variant: str, prefix: str, functions: Sequence[Mapping[str, Any]], *, is_parallel: bool) -> str:
@@ -151,7 +155,7 @@ class _Rules:
 
         Args:
             variant: the text of a call, see `ToolFormat`.
-            prefix: the text before the first one.
+            prefix: the text before the first call.
             functions: the functions that may be called.
             is_parallel: whether there may be several calls.
         """
@@ -162,18 +166,18 @@ class _Rules:
         before, placeholder, after = re.split(r"\{(calls?|name|python)\}", variant, maxsplit=1)
         further = f"({self.literal(tools.separator)} call)*" if is_parallel else ""
         if placeholder == "name":
-            rules = [
+            alternatives = [
                 self._named_call(index, before + name, after, schema)
                 for index, (name, schema) in enumerate(zip(names, schemas, strict=True))
             ]
-            self.add("call", " | ".join(rules))
+            self.add("call", " | ".join(alternatives))
         elif placeholder == "python":
             further = ' (", " call)*' if is_parallel else ""
-            rules = [
+            alternatives = [
                 f'{json.dumps(name + "(")} {self._keyword_arguments(schema)} ")"'
                 for name, schema in zip(names, schemas, strict=True)
             ]
-            self.add("call", " | ".join(rules))
+            self.add("call", " | ".join(alternatives))
             return f'{self.literal(before)} "[" call{further} "]" {self.literal(after)}'
         else:
             schema = _schema_of_call(names, schemas, tools.arguments_key)
@@ -184,7 +188,14 @@ class _Rules:
         return f"{self.literal(prefix)} call {further} {self.literal(tools.suffix)}"
 
     def _named_call(self, index: int, before: str, after: str, schema: Any) -> str:
-        """Return an expression of a call whose name comes before its arguments."""
+        """Return an expression of a call whose name comes before its arguments.
+
+        Args:
+            index: index of the function, for the names of rules.
+            before: the text up to the end of the name.
+            after: the text after the name, with the placeholders `{arguments}` and perhaps `{id}`.
+            schema: schema of the arguments.
+        """
         middle, _, end = after.partition("{arguments}")
         middle_parts = [self.literal(each) for each in middle.split("{id}")]
         header = f"{self.literal(before)} {' /[0-9]{1,3}/ '.join(middle_parts)}"
@@ -194,38 +205,39 @@ class _Rules:
         if not self._tools.argument:
             return f"{header} {_json(schema)} {self.literal(end)}"
         if _is_free(schema):
-            before_key, after_key, after = re.split(r"\{key\}|\{value\}", self._tools.argument)
-            self.add(f"free_text[suffix={json.dumps(after)}]", _ANY)
+            before_key, after_key, after_value = re.split(r"\{key\}|\{value\}", self._tools.argument)
+            self.add(f"free_text[suffix={json.dumps(after_value)}]", _ANY_TEXT)
             self.add("free_argument", f"{json.dumps(before_key)} {_FREE_KEY} {json.dumps(after_key)} free_text")
             return f"{header} free_argument* {self.literal(end)}"
         arguments = [
-            self._tagged_argument(f"value_{index}_{number}", key, each) + ("" if is_required else "?")
-            for number, (key, each, is_required) in enumerate(_properties(schema))
+            self._tagged_argument(f"value_{index}_{number}", key, value_schema) + ("" if is_required else "?")
+            for number, (key, value_schema, is_required) in enumerate(_properties(schema))
         ]
         return f"{header} {' '.join(arguments)} {self.literal(end)}"
 
     def _tagged_argument(self, rule: str, key: str, schema: Any) -> str:
+        """Return an expression of an argument with tags of its own; `rule` is the name of the rule of its value."""
         assert self._tools is not None
         before, _, after = self._tools.argument.replace("{key}", key).partition("{value}")
-        values = _texts(schema)
+        values = _allowed_texts(schema)
         if values is None:
             return f"({json.dumps(before)} {_json(schema)} {json.dumps(after)})"
         if values:
             choices = " | ".join(json.dumps(each) for each in values)
             return f"({json.dumps(before)} ({choices}) {json.dumps(after)})"
-        self.add(f"{rule}[suffix={json.dumps(after)}]", _ANY)
+        self.add(f"{rule}[suffix={json.dumps(after)}]", _ANY_TEXT)
         return f"({json.dumps(before)} {rule})"
 
     def _quoted_value(self, rule: str, schema: Any) -> str:
         """Return an expression of a value with the quotes of the format.
 
         Args:
-            rule: the beginning of the names of its rules.
+            rule: the beginning of the names of the rules of this value.
             schema: schema of the value. Where it describes no object, list or simple value, any value is allowed.
         """
         assert self._tools is not None
         schema = schema if isinstance(schema, dict) else {}
-        quote, kind, texts = self.literal(self._tools.quote), schema.get("type"), _texts(schema)
+        quote, kind, texts = self.literal(self._tools.quote), schema.get("type"), _allowed_texts(schema)
         if texts:
             return f"{quote} ({' | '.join(json.dumps(each) for each in texts)}) {quote}"
         if texts is not None:
@@ -255,8 +267,8 @@ class _Rules:
         assert self._tools is not None
         quote = self._tools.quote
         if quote in self._tags:
-            return f"{_ANY} {self.literal(quote)}"
-        self.add(f"{rule}_text[suffix={json.dumps(quote)}]", _ANY)
+            return f"{_ANY_TEXT} {self.literal(quote)}"
+        self.add(f"{rule}_text[suffix={json.dumps(quote)}]", _ANY_TEXT)
         return f"{rule}_text"
 
     def _keyword_arguments(self, schema: Any) -> str:
@@ -268,14 +280,20 @@ class _Rules:
 
 
 def _join(pairs: Sequence[tuple[str, bool]], separator: str) -> str:
-    """Join expressions with a separator: all required ones, then any of the others."""
+    """Join expressions with a separator: all required ones, then any of the optional ones, in their order.
+
+    Args:
+        pairs: the expressions, each with whether it is required.
+        separator: the text between two of them.
+    """
     comma = json.dumps(separator)
     required = [pair for pair, is_required in pairs if is_required]
-    others = [pair for pair, is_required in pairs if not is_required]
-    optional = [f"({comma} {each})?" for each in others]
-    if required or not others:
-        return " ".join([f" {comma} ".join(required), *optional])
-    chains = [" ".join([each, *optional[at + 1 :]]) for at, each in enumerate(others)]
+    optional = [pair for pair, is_required in pairs if not is_required]
+    with_comma = [f"({comma} {each})?" for each in optional]
+    if required or not optional:
+        return " ".join([f" {comma} ".join(required), *with_comma])
+    # No comma comes before the first expression that is used: each alternative begins with another one.
+    chains = [" ".join([each, *with_comma[index + 1 :]]) for index, each in enumerate(optional)]
     return f"({' | '.join(chains)})?"
 
 
@@ -305,18 +323,20 @@ def _is_free(schema: Any) -> bool:
 
 def _properties(schema: Any) -> list[tuple[str, Any, bool]]:
     """Return the name and the schema of each property of an object, and whether it is required."""
-    shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
+    definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     required = schema.get("required") or ()
-    properties = (schema.get("properties") or {}).items()
-    return [(name, {**each, **shared} if isinstance(each, dict) else {}, name in required) for name, each in properties]
+    properties = []
+    for name, property_schema in (schema.get("properties") or {}).items():
+        complete_schema = {**property_schema, **definitions} if isinstance(property_schema, dict) else {}
+        properties.append((name, complete_schema, name in required))
+    return properties
 
 
-def _texts(schema: Mapping[str, Any]) -> list[str] | None:
+def _allowed_texts(schema: Mapping[str, Any]) -> list[str] | None:
     """Return the texts that a schema allows, an empty list if it allows any, or None if it allows other values."""
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    if schema.get("type", "string" if values else None) != "string" or not all(
-        isinstance(each, str) for each in values
-    ):
+    implied_type = "string" if values else None
+    if schema.get("type", implied_type) != "string" or not all(isinstance(each, str) for each in values):
         return None
     return list(values)
 
@@ -325,10 +345,10 @@ def _without_annotations(schema: Any) -> Any:
     """Return a schema without annotations."""
     if not isinstance(schema, dict):
         return [_without_annotations(each) for each in schema] if isinstance(schema, list) else schema
-    kept: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            kept[name] = {each: _without_annotations(inner) for each, inner in value.items()}
-        elif name not in _ANNOTATIONS:
-            kept[name] = value if name in _VALUES else _without_annotations(value)
-    return kept
+    constraints: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _KEYS_OF_NAMED_SCHEMAS and isinstance(value, dict):
+            constraints[key] = {name: _without_annotations(subschema) for name, subschema in value.items()}
+        elif key not in _ANNOTATIONS:
+            constraints[key] = value if key in _KEYS_OF_VALUES else _without_annotations(value)
+    return constraints

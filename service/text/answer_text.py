@@ -53,7 +53,7 @@ class AnswerText:
         return self._stream.finish(token_ids)
 
     def end(self) -> str:
-        """Return the text that was held back, after the last token; nothing if a stop string was found."""
+        """End the text after its last token: return what was held back, or nothing if a stop string was found."""
         if self.matched is not None:
             return ""
         return self._stop.put(self._stream.end(), may_end=False) + self._stop.end()

@@ -34,7 +34,7 @@ _ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt")
 _Shape = tuple[frozenset[tuple[str, type, frozenset[type]]], bool, bool]  # see `_shape`
 # A template that reads the tools in a message, as JSON text.
 _TOOLS_OF_MESSAGE = re.compile(r"message(?:\.tools\b|\[(['\"])tools\1\])")
-_MAX_KNOWN_WRITTEN = 256
+_MAX_WRITTEN_PARTS = 256
 
 
 class ChatTemplate:
@@ -67,13 +67,14 @@ class ChatTemplate:
         environment.globals["namespace"] = _TemplateNamespace
         self._special_tokens = special_tokens
         self._write_calls = write_calls
-        self._known_written: set[tuple[str, _Shape]] = set()  # what the template writes, by shape of the conversation
+        self._written_parts: set[tuple[str, _Shape]] = set()  # parts that the template writes, with the shape
         try:
             self._template = environment.from_string(source)
-            self._names = {each.name for each in environment.parse(source).find_all(nodes.Name)}
-            self._reads_tools_of_message = "tools" not in self._names and bool(_TOOLS_OF_MESSAGE.search(source))
+            self._variable_names = {each.name for each in environment.parse(source).find_all(nodes.Name)}
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template is not valid: {error}") from error
+        has_tools_variable = "tools" in self._variable_names
+        self._reads_tools_of_message = not has_tools_variable and bool(_TOOLS_OF_MESSAGE.search(source))
 
     def render(
         self,
@@ -114,7 +115,7 @@ class ChatTemplate:
             "documents": json_copy(documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        if documents and "documents" not in self._names:
+        if documents and "documents" not in self._variable_names:
             raise _dropped_error("documents")
         first_error: ValueError | None = None
         for form in self._forms(conversation):
@@ -135,18 +136,22 @@ class ChatTemplate:
 
     def has_variable(self, name: str) -> bool:
         """Return whether a variable of this name occurs in the template."""
-        return name in self._names
+        return name in self._variable_names
 
     def _check_variables(self, variables: dict[str, Any]) -> dict[str, Any]:
         for name, value in variables.items():
             if name in _ARGUMENTS:
                 raise ValueError(f"chat_template_kwargs: {name} must be passed as a separate argument")
-            if value is not None and name not in self._names:
+            if value is not None and name not in self._variable_names:
                 raise ValueError(f"chat_template_kwargs: the model's chat template has no variable {name}")
         return variables
 
     def _render_checked(self, conversation: Conversation, values: dict[str, Any]) -> str:
-        """Return the text of a form of the conversation. Raises ValueError if the template drops a part of it."""
+        """Return the text of the form of the conversation in `values`, unless the template drops a part of the form.
+
+        Raises:
+            ValueError: the template drops a part, rejects the messages or fails.
+        """
         text, messages = self._render(values), values["messages"]
         shape = _shape(values)
         for name in ("tools", "documents"):
@@ -161,18 +166,21 @@ class ChatTemplate:
             self._require_written(text, f"messages of the role {role}", shape, altered)
         return text
 
-    def _require_written(self, text: str, what: str, shape: _Shape, altered: dict[str, Any]) -> None:
-        """Raise ValueError if the altered values give the same text, unless it is known that they do not."""
-        if (what, shape) in self._known_written:
+    def _require_written(self, text: str, part: str, shape: _Shape, altered: dict[str, Any]) -> None:
+        """Raise ValueError if the values with an altered part give the same text, so that the template drops the part.
+
+        A part that the template has written is not checked again in conversations of the same shape.
+        """
+        if (part, shape) in self._written_parts:
             return
         try:
             is_dropped = self._render(altered) == text
         except ValueError:
             return
         if is_dropped:
-            raise _dropped_error(what)
-        if len(self._known_written) < _MAX_KNOWN_WRITTEN:
-            self._known_written.add((what, shape))
+            raise _dropped_error(part)
+        if len(self._written_parts) < _MAX_WRITTEN_PARTS:
+            self._written_parts.add((part, shape))
 
     def _render(self, values: dict[str, Any]) -> str:
         try:
@@ -184,7 +192,11 @@ class ChatTemplate:
 
 
 def _shape(values: Mapping[str, Any]) -> _Shape:
-    """Return what decides which branches of a template run, except contents and the number of messages."""
+    """Return the shape of a conversation; see `ChatTemplate.render`.
+
+    The branches of a template that run depend on the shape. They may also depend on contents and on the number of
+    messages, which are not a part of it.
+    """
     messages = frozenset(
         (each.get("role"), type(each.get("content")), frozenset(map(_type_of_arguments, each.get("tool_calls") or ())))
         for each in values["messages"]
@@ -197,10 +209,10 @@ def _type_of_arguments(call: Mapping[str, Any]) -> type:
     return type((function if isinstance(function, dict) else call).get("arguments"))
 
 
-def _dropped_error(what: str) -> ValueError:
-    place = f"{what}: " if what in _ARGUMENTS else ""
+def _dropped_error(part: str) -> ValueError:
+    prefix = f"{part}: " if part in _ARGUMENTS else ""
     return ValueError(
-        f"{place}the model's chat template drops {what}: send them as text in another message, or serve a model whose "
+        f"{prefix}the model's chat template drops {part}: send them as text in another message, or serve a model whose "
         "template writes them"
     )
 
@@ -230,8 +242,8 @@ class _TemplateNamespace(Namespace):
     """`namespace` in templates, without access to Python's attributes."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *others = args  # templates may use the name `self`
-        values = dict(*others, **kwargs)
+        self, *mappings = args  # not a parameter, because a template may pass a keyword argument `self`
+        values = dict(*mappings, **kwargs)
         for name in values:
             _require_public(name)
         Namespace.__init__(self, values)
@@ -257,5 +269,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape HTML."""
+    """Return JSON without escapes for HTML, which Jinja's own filter would add."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

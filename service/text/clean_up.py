@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# In the order of transformers.
-_REPLACED = tuple(
+# In the order in which transformers applies them.
+_REPLACEMENTS = tuple(
     (old, old.replace(" ", "")) for old in (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 )
 # A text that ends in any other character cannot end in the beginning of a match. Since only spaces are removed, later
@@ -17,7 +17,7 @@ def clean_up_tokenization(text: str) -> str:
     >>> clean_up_tokenization("He did n't , did he ?")
     "He didn't, did he?"
     """
-    for old, new in _REPLACED:
+    for old, new in _REPLACEMENTS:
         text = text.replace(old, new)
     return text
 
@@ -26,17 +26,17 @@ class CleanUp:
     """Incremental `clean_up_tokenization`: the concatenated results equal `clean_up_tokenization` of the whole text."""
 
     def __init__(self) -> None:
-        self._kept = ""
+        self._held = ""
 
     def put(self, piece: str) -> str:
         """Add a piece of text, and return the text that no later piece can change."""
-        text = self._kept + piece
+        text = self._held + piece
         cut = len(text.rstrip(_UNDECIDED))
-        self._kept = text[cut:]
+        self._held = text[cut:]
         return clean_up_tokenization(text[:cut])
 
     def end(self) -> str:
-        """Return the remaining text, after the last piece."""
-        text = self._kept
-        self._kept = ""
+        """End the text after its last piece: return what was held back."""
+        text = self._held
+        self._held = ""
         return clean_up_tokenization(text)

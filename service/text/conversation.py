@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 # Keys of a message that may hold its reasoning. Most templates read the first key, those of gpt-oss the second.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _NUM_ID_CHARS = 9  # of ids of tool calls in templates of Mistral's models
 # Writes calls, each with `name` and `arguments`, as text; None if it cannot.
 WriteCalls = Callable[[Sequence[Mapping[str, Any]]], str | None]
@@ -57,12 +57,12 @@ class Conversation:
     def __init__(self, messages: Sequence[object]) -> None:
         if not messages:
             raise ValueError("expected at least one message, got none")
-        self._messages = [_message(each, f"messages[{index}]") for index, each in enumerate(messages)]
+        self._messages = [_validated_message(each, f"messages[{index}]") for index, each in enumerate(messages)]
 
     @property
     def roles(self) -> list[str]:
         """The roles of messages with content and without tool calls. Templates may omit content before a tool call."""
-        return list(dict.fromkeys(each["role"] for each in self._messages if _is_checked(each)))
+        return list(dict.fromkeys(each["role"] for each in self._messages if _has_checked_content(each)))
 
     @property
     def has_tool_calls(self) -> bool:
@@ -73,8 +73,9 @@ class Conversation:
         """Iterate over the forms of these messages."""
         has_parts = any(isinstance(each.get("content"), Parts) for each in self._messages)
         has_nulls = any(each.get("content", "") is None for each in self._messages)
-        calls = self.has_tool_calls
-        choices = [(False, True) if has_choice else (False,) for has_choice in (has_parts, has_nulls, calls, calls)]
+        has_calls = self.has_tool_calls
+        has_choices = (has_parts, has_nulls, has_calls, has_calls)
+        choices = [(False, True) if has_choice else (False,) for has_choice in has_choices]
         for joins_parts, keeps_nulls, dumps_arguments, has_short_ids in itertools.product(*choices):
             form = [_convert(each, joins_parts, keeps_nulls, dumps_arguments) for each in self._messages]
             yield [_with_short_ids(each) for each in form] if has_short_ids else form
@@ -100,8 +101,8 @@ def with_calls_as_text(messages: Sequence[dict[str, Any]], write: WriteCalls) ->
         calls = [each.get("function", each) for each in message.get("tool_calls") or ()]
         text = write(calls) if calls and all("arguments" in each for each in calls) else None
         if text is not None:
-            kept = {name: value for name, value in message.items() if name != "tool_calls"}
-            message = {**kept, "content": f"{message.get('content') or ''}{text}"}
+            other_fields = {name: value for name, value in message.items() if name != "tool_calls"}
+            message = {**other_fields, "content": f"{message.get('content') or ''}{text}"}
         converted.append(message)
     return converted
 
@@ -113,7 +114,7 @@ def without_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
 def with_longer_content(messages: Sequence[dict[str, Any]], role: str) -> list[dict[str, Any]]:
     """Return messages in which each text in the contents of a role of `Conversation.roles` is one character longer."""
-    return [_lengthen(each) if _is_checked(each) and each["role"] == role else each for each in messages]
+    return [_lengthen(each) if _has_checked_content(each) and each["role"] == role else each for each in messages]
 
 
 def json_copy(value: object) -> Any:
@@ -136,33 +137,35 @@ def json_copy(value: object) -> Any:
     raise TypeError(f"chat: expected text, numbers, lists and mappings, got {type(value).__name__}")
 
 
-def _message(message: object, place: str) -> dict[str, Any]:
+def _validated_message(message: object, place: str) -> dict[str, Any]:
     copy = json_copy(message)
     if not isinstance(copy, dict):
         raise TypeError(f"messages: expected mappings with a role and content, got {type(message).__name__}")
     # An answer that consists of tool calls may have no content at all.
-    has_null = copy.get("content", "" if copy.get("role") != "assistant" else None) is None
+    has_null_content = copy["content"] is None if "content" in copy else copy.get("role") == "assistant"
     copy = {name: value for name, value in copy.items() if value is not None}
-    reasoning = next((copy[name] for name in _REASONING if name in copy), None)
+    reasoning = next((copy[name] for name in _REASONING_KEYS if name in copy), None)
     if reasoning is not None:
         copy = {"thinking": reasoning, **copy, "reasoning_content": reasoning}
-    if has_null:
+    if has_null_content:
         copy["content"] = None
     if not isinstance(copy.get("content", ""), str | list | None):  # a template would write it in Python's notation
         kind = type(copy["content"]).__name__
         raise ValueError(f"{place}.content: expected text, a list of parts of the type text, or null, got {kind}")
     if isinstance(copy.get("content"), list):
-        copy["content"] = Parts(_part(each, f"{place}.content[{index}]") for index, each in enumerate(copy["content"]))
-        if copy.get("tool_calls"):  # such contents are not checked, see `roles`, so a template may drop the parts
+        copy["content"] = Parts(
+            _validated_part(each, f"{place}.content[{index}]") for index, each in enumerate(copy["content"])
+        )
+        if copy.get("tool_calls"):  # a template may write text but drop parts, which is not checked here; see `roles`
             copy["content"] = _join_parts(copy["content"])
     if copy.get("function_call"):
         raise ValueError(f"{place}.function_call: expected tool_calls, which replaced it in OpenAI's API")
     if "tool_calls" in copy:
-        copy["tool_calls"] = _tool_calls(copy["tool_calls"], f"{place}.tool_calls")
+        copy["tool_calls"] = _validated_tool_calls(copy["tool_calls"], f"{place}.tool_calls")
     return copy
 
 
-def _part(part: object, place: str) -> dict[str, Any]:
+def _validated_part(part: object, place: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -175,16 +178,16 @@ def _part(part: object, place: str) -> dict[str, Any]:
     return part
 
 
-def _tool_calls(calls: object, place: str) -> list[dict[str, Any]]:
+def _validated_tool_calls(calls: object, place: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or not all(isinstance(each, dict) for each in calls):
         raise ValueError(f"{place}: expected a list of objects, got {type(calls).__name__}")
-    return [_tool_call(each, f"{place}[{index}]") for index, each in enumerate(calls)]
+    return [_validated_tool_call(each, f"{place}[{index}]") for index, each in enumerate(calls)]
 
 
-def _tool_call(call: dict[str, Any], place: str) -> dict[str, Any]:
+def _validated_tool_call(call: dict[str, Any], place: str) -> dict[str, Any]:
     """Return a call whose arguments, which the call or its `function` has, are an object."""
     if isinstance(call.get("function"), dict):
-        return {**call, "function": _tool_call(call["function"], f"{place}.function")}
+        return {**call, "function": _validated_tool_call(call["function"], f"{place}.function")}
     arguments = call.get("arguments")
     if not isinstance(arguments, str):
         return call
@@ -234,7 +237,8 @@ def _join_parts(parts: Sequence[dict[str, Any]]) -> str:
     return "\n".join(str(each["text"]) for each in parts)
 
 
-def _is_checked(message: Mapping[str, Any]) -> bool:
+def _has_checked_content(message: Mapping[str, Any]) -> bool:
+    """Return whether it is checked that a template writes the content of a message; see `Conversation.roles`."""
     return bool(message.get("content")) and isinstance(message.get("role"), str) and not message.get("tool_calls")
 
 

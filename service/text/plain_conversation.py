@@ -33,8 +33,10 @@ def plain_parts(body: Mapping[str, Any]) -> list[Part]:
     for index, message in enumerate(body["messages"]):
         fields = dict(message) if isinstance(message, Mapping) else {"content": message}
         role = str(fields.pop("role", ""))
-        others = {key: value for key, value in fields.items() if key != "content" and value is not None}
-        text = _format_message(role, fields.get("content")) + (json.dumps(others) + "\n" if others else "")
+        other_fields = {key: value for key, value in fields.items() if key != "content" and value is not None}
+        text = _format_message(role, fields.get("content"))
+        if other_fields:
+            text += json.dumps(other_fields) + "\n"
         parts.append(Part(message_segment(index, role), text))
     return parts
 
@@ -48,14 +50,14 @@ def segments_of_parts(parts: Sequence[Part], ends: Sequence[int]) -> Callable[[i
     """
     if not ends:
         return None
-    bounds, cursor = [], 0
+    segment_ends, cursor = [], 0  # position of the first token after each part
     for part in parts:
         cursor += len(part.text)
-        bounds.append(bisect_right(ends, cursor))
+        segment_ends.append(bisect_right(ends, cursor))
     names = [part.segment for part in parts]
 
     def segment_of(position: int) -> str:
-        index = bisect_right(bounds, position)
+        index = bisect_right(segment_ends, position)
         return names[index] if index < len(names) else ""
 
     return segment_of
@@ -74,7 +76,6 @@ def _text(block: Any) -> str:
         return str(block["text"])
     if isinstance(block, Mapping) and isinstance(block.get("thinking"), str):
         return f"<think>\n{block['thinking']}\n</think>"
-    kept = (
-        {key: value for key, value in block.items() if key != "cache_control"} if isinstance(block, Mapping) else block
-    )
-    return json.dumps(kept)
+    if isinstance(block, Mapping):
+        block = {key: value for key, value in block.items() if key != "cache_control"}
+    return json.dumps(block)

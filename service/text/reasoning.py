@@ -58,12 +58,12 @@ class ReasoningText:
         self._form = form
         self._held = ""
         self._is_start = True  # whether only white space of the reasoning has arrived
-        self._has_ended = False
-        self._is_after = False  # whether only white space has arrived since the reasoning ended
+        self._has_ended = False  # whether the reasoning has ended, or there is none
+        self._is_between = False  # whether the reasoning has ended, and only white space has arrived after it
 
     def put(self, piece: str) -> tuple[str, str]:
         """Add a piece. Returns the reasoning and the part of the answer that are complete."""
-        if self._has_ended and not self._is_after:
+        if self._has_ended and not self._is_between:
             return "", piece
         self._held += piece
         if not self.is_reasoning and not self._has_ended and not self._read_begin():
@@ -72,11 +72,13 @@ class ReasoningText:
         return reasoning, self._take_answer() if self._has_ended else ""
 
     def end(self) -> tuple[str, str]:
-        """Return what was held back, after the last piece."""
+        """End the completion after its last piece: return the reasoning and the answer that were held back."""
         held, self._held = self._held, ""
-        if self.is_reasoning:
-            return "" if self._may_repeat and held == self._form.begin else held.rstrip(), ""
-        return "", "" if self._is_after else held
+        if not self.is_reasoning:
+            return "", "" if self._is_between else held
+        if self._may_repeat and held == self._form.begin:
+            return "", ""
+        return held.rstrip(), ""
 
     def _read_begin(self) -> bool:
         """Read the beginning of the reasoning, and return whether there is any."""
@@ -97,22 +99,25 @@ class ReasoningText:
                 self._held = self._held[len(self._form.begin) :].lstrip()
                 self._may_repeat = False
             self._is_start = not self._held
-        end_start = self._held.find(self._form.end)
+
+        end = self._form.end
+        end_start = self._held.find(end)
         if end_start >= 0:
             text = self._held[:end_start].rstrip()
-            self._held = self._held[end_start + len(self._form.end) :]
-            self.is_reasoning, self._has_ended, self._is_after = False, True, True
+            self._held = self._held[end_start + len(end) :]
+            self.is_reasoning, self._has_ended, self._is_between = False, True, True
             return text
-        end = self._form.end
-        num_begun = next((n for n in range(len(end) - 1, 0, -1) if self._held.endswith(end[:n])), 0)
-        text = self._held[: len(self._held) - num_begun].rstrip()
+
+        # Hold back the last characters if `end` may begin with them, and white space, which may come before `end`.
+        num_end_chars = next((n for n in range(len(end) - 1, 0, -1) if self._held.endswith(end[:n])), 0)
+        text = self._held[: len(self._held) - num_end_chars].rstrip()
         self._held = self._held[len(text) :]
         return text
 
     def _take_answer(self) -> str:
         if not self._has_ended:
             return ""
-        text = self._held.lstrip() if self._is_after else self._held
-        self._is_after = self._is_after and not text
+        text = self._held.lstrip() if self._is_between else self._held
+        self._is_between = self._is_between and not text
         self._held = ""
         return text

@@ -22,30 +22,31 @@ def segments_of(
         messages: the conversation.
         text: the rendered conversation.
         without_tools: the conversation rendered without its tools.
-        ends: where the text of each token ends.
+        ends: where the text of each token ends in `text`.
 
     Returns:
         The function; None without `ends`.
     """
     if not ends:
         return None
-    bounds, cursor = array("I"), 0
+    segment_ends, cursor = array("I"), 0  # position of the first token after each message
     for message in messages:
         for part in _texts(message):
             start = text.find(part, cursor)
             cursor = cursor if start < 0 else start + len(part)
-        bounds.append(bisect_right(ends, cursor))  # tokens that end in this message
-    tools_start = tools_end = 0
-    if without_tools != text:
-        start = _common_prefix_length(text, without_tools)
-        num_after = _common_prefix_length(text[start:][::-1], without_tools[start:][::-1])
-        tools_start, tools_end = bisect_right(ends, start), bisect_right(ends, len(text) - num_after)
+        segment_ends.append(bisect_right(ends, cursor))
+
+    tools_start = tools_end = 0  # positions of tokens
+    if without_tools != text:  # the tools are the text between the common prefix and the common suffix
+        prefix_chars = _common_prefix_length(text, without_tools)
+        suffix_chars = _common_prefix_length(text[prefix_chars:][::-1], without_tools[prefix_chars:][::-1])
+        tools_start, tools_end = bisect_right(ends, prefix_chars), bisect_right(ends, len(text) - suffix_chars)
     names = [message_segment(index, str(message.get("role", ""))) for index, message in enumerate(messages)]
 
     def segment_of(position: int) -> str:
         if tools_start <= position < tools_end:
             return TOOLS
-        index = bisect_right(bounds, position)
+        index = bisect_right(segment_ends, position)
         return names[index] if index < len(names) else ""
 
     return segment_of
@@ -66,5 +67,4 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 
 def _common_prefix_length(first: str, second: str) -> int:
-    """Return the length of the common prefix."""
     return len(commonprefix((first, second)))  # noqa: RUF071  texts, not paths

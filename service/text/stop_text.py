@@ -18,11 +18,11 @@ class StopText:
     def __init__(self, stops: Sequence[str]) -> None:
         self.matched: str | None = None
         self._stops = stops
-        self._num_kept = max(map(len, stops), default=1) - 1
-        self._kept = ""
+        self._max_held = max(map(len, stops), default=1) - 1  # characters that may be the beginning of a stop string
+        self._held = ""
 
     def put(self, piece: str, *, may_end: bool = True) -> str:
-        """Add a piece of text, and return the text that cannot be part of a stop string, up to the one that was found.
+        """Add a piece of text, and return the text that precedes the stop string that was found, or any possible one.
 
         A stop string is found when it ends in this piece. Of several stop strings, the one that begins first is found;
         of those that begin at the same position, the longest.
@@ -31,26 +31,27 @@ class StopText:
             piece: the next piece. Do not add pieces after a stop string was found.
             may_end: whether stop strings that end in this piece count.
         """
-        text = self._kept + piece
+        text = self._held + piece
         match = self._find_first(text) if may_end else None
         if match is not None:
             start, self.matched = match
-            self._kept = ""
+            self._held = ""
             return text[:start]
-        cut = max(0, len(text) - self._num_kept)
-        self._kept = text[cut:]
+        cut = max(0, len(text) - self._max_held)
+        self._held = text[cut:]
         return text[:cut]
 
     def end(self) -> str:
-        """Return the text that was held back, after the last piece."""
-        kept = self._kept
-        self._kept = ""
-        return kept
+        """End the text after its last piece: return what was held back."""
+        held = self._held
+        self._held = ""
+        return held
 
     def _find_first(self, text: str) -> tuple[int, str] | None:
         matches = []
         for stop in self._stops:
-            start = text.find(stop, max(0, len(self._kept) - len(stop) + 1))
+            # Stop strings that end in the text that was held back already have been searched for.
+            start = text.find(stop, max(0, len(self._held) - len(stop) + 1))
             if start >= 0:
                 matches.append((start, -len(stop), stop))
         if not matches:

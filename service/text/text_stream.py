@@ -12,10 +12,10 @@ from radixkv.tokens import TOKEN_BYTES
 NUM_PROMPT_IDS = 5  # number of last prompt tokens that are decoded with the completion, because they affect its text
 
 BROKEN = "\ufffd"  # replaces bytes that are not valid UTF-8, or not yet
-_LONGEST_PART = 3  # bytes of an incomplete character, each of which may be shown as a character of its own
+_MAX_PART_BYTES = 3  # of an incomplete character; each of these bytes may be shown as a character of its own
 # With byte tokens, an incomplete character and the one before it may be shown as up to 7 replacement characters.
 _MAX_BROKEN = 8
-_MAX_IDS = 32
+_MAX_IDS = 32  # maximum number of tokens that are decoded again with each new one
 
 
 def last_ids(prompt: bytes) -> list[int]:
@@ -52,8 +52,8 @@ class TextStream:
         self._clean_up = clean_up
         self._shown = shown or {}
         self._ids = list(prompt_ids[-NUM_PROMPT_IDS:])
-        self._num_old_ids = len(self._ids)
-        self._num_emitted = len(decode(self._ids).rstrip(BROKEN)) if self._ids else 0
+        self._num_old_ids = len(self._ids)  # tokens of the last complete text
+        self._num_emitted_chars = len(decode(self._ids).rstrip(BROKEN)) if self._ids else 0
 
     def put(self, token_id: int) -> str:
         """Add a token, and return the text that is complete; may be empty if a character takes several tokens.
@@ -62,15 +62,15 @@ class TextStream:
         """
         if token_id in self._shown:
             text = self.end() + self._shown[token_id]
-            self._ids, self._num_old_ids, self._num_emitted = [token_id], 1, 0
+            self._ids, self._num_old_ids, self._num_emitted_chars = [token_id], 1, 0
             return text
         new_text = self._put(token_id)
         return new_text if self._clean_up is None else self._clean_up.put(new_text)
 
     def end(self) -> str:
-        """Return the text that was held back, after the last token."""
-        text = self._decode(self._ids)[self._num_emitted :]
-        self._num_emitted += len(text)
+        """End the text after its last token: return what was held back."""
+        text = self._decode(self._ids)[self._num_emitted_chars :]
+        self._num_emitted_chars += len(text)
         return text if self._clean_up is None else self._clean_up.put(text) + self._clean_up.end()
 
     def finish(self, token_ids: Sequence[int]) -> str:
@@ -89,19 +89,21 @@ class TextStream:
     def _put(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._decode(self._ids)
-        whole = text.rstrip(BROKEN)
-        is_whole = len(whole) == len(text)
-        if len(text) - len(whole) > _MAX_BROKEN:
-            whole = text[:-_LONGEST_PART]
-        new_text = whole[self._num_emitted :]
-        self._num_emitted += len(new_text)
-        if new_text and is_whole:
+        complete_text = text.rstrip(BROKEN)
+        is_complete = len(complete_text) == len(text)
+        if len(text) - len(complete_text) > _MAX_BROKEN:  # the first ones never become a character
+            complete_text = text[:-_MAX_PART_BYTES]
+        new_text = complete_text[self._num_emitted_chars :]
+        self._num_emitted_chars += len(new_text)
+
+        # Forget tokens that no longer affect the text of further ones.
+        if new_text and is_complete:
             del self._ids[: self._num_old_ids]
             self._num_old_ids = len(self._ids)
-            self._num_emitted = len(self._decode(self._ids))
+            self._num_emitted_chars = len(self._decode(self._ids))
         elif len(self._ids) > _MAX_IDS:
-            num_held = len(text) - self._num_emitted
+            num_held_chars = len(text) - self._num_emitted_chars
             del self._ids[: _MAX_IDS // 2]
             self._num_old_ids = 0
-            self._num_emitted = max(0, len(self._decode(self._ids)) - num_held)
+            self._num_emitted_chars = max(0, len(self._decode(self._ids)) - num_held_chars)
         return new_text

@@ -29,10 +29,11 @@ _EXTRA = "text"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # a byte in tokenizers of SentencePiece
 # Byte-level tokenizers map each byte to a character: itself if it is printable, or else one from U+0100 on.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_OTHERS = tuple(each for each in range(256) if each not in _PRINTABLE)
-_BYTES = {chr(each): each for each in _PRINTABLE} | {chr(256 + index): each for index, each in enumerate(_OTHERS)}
-_MAX_KNOWN_TOKENS = 65_536
-_WITH_TOOLS = "tool_use"  # name of the chat template for conversations with tools, in models that have several
+_NOT_PRINTABLE = tuple(each for each in range(256) if each not in _PRINTABLE)
+_BYTE_OF_CHAR = {chr(each): each for each in _PRINTABLE}
+_BYTE_OF_CHAR |= {chr(0x100 + index): each for index, each in enumerate(_NOT_PRINTABLE)}
+_MAX_CACHED_TOKENS = 65_536
+_TOOLS_TEMPLATE = "tool_use"  # name of the chat template for conversations with tools, in models that have several
 
 
 class Tokenizer:
@@ -61,11 +62,11 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._special_tokens = special_tokens or {}
-        self._sources = chat_templates or {}
+        self._template_sources = chat_templates or {}
         self._templates: dict[str, ChatTemplate] = {}
         self._response_template = response_template
         self._is_cleaned_up = is_cleaned_up
-        self._tokens: dict[int, tuple[str, bytes]] = {}  # text and bytes by id
+        self._cached_tokens: dict[int, tuple[str, bytes]] = {}  # text and bytes by id
 
     @classmethod
     def load(cls, source: str | Path) -> Self:
@@ -124,18 +125,18 @@ class Tokenizer:
     @classmethod
     def _load_transformers(cls, directory: Path) -> Self:
         try:
-            model = load_with_transformers(directory)
+            tokenizer = load_with_transformers(directory)
         except ModuleNotFoundError as error:
             install = missing_package("transformers", "engine")
             message = f"there is no tokenizer.json in {directory}; for a tokenizer in other files, {install}"
             raise MissingPackage(message, name=error.name) from error
-        templates = getattr(model, "chat_template", None) or {}
-        backend = getattr(model, "backend_tokenizer", None)
+        templates = getattr(tokenizer, "chat_template", None) or {}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
         return cls(
-            SlowBackend(model) if backend is None else backend,
-            special_tokens=model.special_tokens_map,
+            SlowBackend(tokenizer) if backend is None else backend,
+            special_tokens=tokenizer.special_tokens_map,
             chat_templates={DEFAULT_TEMPLATE: templates} if isinstance(templates, str) else templates,
-            is_cleaned_up=backend is None and bool(model.clean_up_tokenization_spaces),
+            is_cleaned_up=backend is None and bool(tokenizer.clean_up_tokenization_spaces),
         )
 
     def encode(self, text: str) -> list[int]:
@@ -226,8 +227,8 @@ class Tokenizer:
         A model that was trained on such conversations ends its answers with it.
 
         Returns:
-            The token; None if jinja2 is not installed, if there is no template, if it refuses a short conversation, or
-            if no special token comes directly after the answer, apart from white space.
+            The token and its id; None if jinja2 is not installed, if there is no template, if it refuses a short
+            conversation, or if no special token comes directly after the answer, apart from white space.
         """
         answer = "an answer that no template contains"
         messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
@@ -245,7 +246,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether there is a chat template."""
-        return bool(self._sources)
+        return bool(self._template_sources)
 
     def has_template_variable(self, name: str) -> bool:
         """Return whether a variable, such as `enable_thinking`, occurs in the default chat template.
@@ -264,13 +265,17 @@ class Tokenizer:
                 template, and `none` means that there is no format.
             reasoning: name of the format of reasoning; `auto` and `none` as for `tools`.
         """
-        template = (self._sources.get(_WITH_TOOLS) or self._sources.get(DEFAULT_TEMPLATE, "")) + self._response_template
-        calls = tool_format_of(template, self._added_tokens()) if tools == AUTOMATIC else TOOL_FORMATS.get(tools)
-        thoughts = reasoning_format_of(template) if reasoning == AUTOMATIC else REASONING_FORMATS.get(reasoning)
-        texts = (*calls.variants, calls.prefix, calls.suffix, calls.quote) if calls else ()
-        texts += (thoughts.begin, thoughts.end) if thoughts else ()
+        chat_template = self._template_sources.get(_TOOLS_TEMPLATE) or self._template_sources.get(DEFAULT_TEMPLATE, "")
+        template = chat_template + self._response_template
+        tool_format = tool_format_of(template, self._added_tokens()) if tools == AUTOMATIC else TOOL_FORMATS.get(tools)
+        reasoning_format = reasoning_format_of(template) if reasoning == AUTOMATIC else REASONING_FORMATS.get(reasoning)
+        texts: tuple[str, ...] = ()
+        if tool_format is not None:
+            texts += (*tool_format.variants, tool_format.prefix, tool_format.suffix, tool_format.quote)
+        if reasoning_format is not None:
+            texts += (reasoning_format.begin, reasoning_format.end)
         tags = {tag: token_id for tag, token_id in self._special_ids.items() if any(tag in text for text in texts)}
-        return AnswerFormat(calls, thoughts, tags)
+        return AnswerFormat(tool_format, reasoning_format, tags)
 
     @cached_property
     def special_tokens(self) -> Mapping[int, str]:
@@ -317,16 +322,16 @@ class Tokenizer:
 
     def _text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
         """Return the text and the bytes of a token."""
-        known = self._tokens.get(token_id)
-        if known is not None:
-            return known
-        # Decoders of SentencePiece remove the space at the beginning of a text.
+        cached = self._cached_tokens.get(token_id)
+        if cached is not None:
+            return cached
+        # Decoders of SentencePiece remove the space at the beginning of a text, so the token is decoded after a letter.
         before = self._decode(self._letter_ids)
         text = self._decode([*self._letter_ids, token_id])
         text = text[len(before) :] if text.startswith(before) else self._decode([token_id])
         token = text, self._bytes(token_id, text)
-        if len(self._tokens) < _MAX_KNOWN_TOKENS:
-            self._tokens[token_id] = token
+        if len(self._cached_tokens) < _MAX_CACHED_TOKENS:
+            self._cached_tokens[token_id] = token
         return token
 
     def _bytes(self, token_id: int, text: str) -> bytes:
@@ -336,8 +341,8 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id) or ""
         if _BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(token[3:5])
-        if all(each in _BYTES for each in token):
-            return bytes(_BYTES[each] for each in token)
+        if all(each in _BYTE_OF_CHAR for each in token):
+            return bytes(_BYTE_OF_CHAR[each] for each in token)
         return text.encode()
 
     def stream(self, prompt_ids: Sequence[int] = (), shown: Mapping[int, str] | None = None) -> TextStream:
@@ -375,12 +380,13 @@ class Tokenizer:
             from radixkv.service.text.chat_template import ChatTemplate
         except ModuleNotFoundError as error:
             raise MissingPackage(missing_package("jinja2", _EXTRA), name="jinja2") from error
-        name = _WITH_TOOLS if has_tools and _WITH_TOOLS in self._sources else DEFAULT_TEMPLATE
-        if name not in self._sources:
-            names = f"only {', '.join(sorted(self._sources))}" if self._sources else "none"
+        name = _TOOLS_TEMPLATE if has_tools and _TOOLS_TEMPLATE in self._template_sources else DEFAULT_TEMPLATE
+        if name not in self._template_sources:
+            names = f"only {', '.join(sorted(self._template_sources))}" if self._template_sources else "none"
             raise ValueError(f"expected a tokenizer with a default chat template, got {names}")
         if name not in self._templates:
-            form = tool_format_of(self._sources[name], self._added_tokens())
-            write_calls = None if form is None else form.write
-            self._templates[name] = ChatTemplate(self._sources[name], self._special_tokens, write_calls=write_calls)
+            source = self._template_sources[name]
+            tool_format = tool_format_of(source, self._added_tokens())
+            write_calls = None if tool_format is None else tool_format.write
+            self._templates[name] = ChatTemplate(source, self._special_tokens, write_calls=write_calls)
         return self._templates[name]

@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 
 from radixkv.service.text import DEFAULT_TEMPLATE
 
-_TEMPLATES = "additional_chat_templates"
+_TEMPLATES_FOLDER = "additional_chat_templates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class TokenizerDirectory:
         backend: the tokenizer of the package tokenizers.
         special_tokens: text of special tokens by name, such as `bos_token`.
         chat_templates: templates by name; the name of the unnamed one is `DEFAULT_TEMPLATE`.
-        response_template: how the model writes its answers, as JSON text in transformers' form; empty if not given.
+        response_template: how the model writes its answers, as JSON text in transformers' form; an empty string, as
+            JSON text, if not given.
         is_cleaned_up: whether spaces before punctuation are removed from decoded text.
     """
 
@@ -60,8 +61,8 @@ def _add_missing_tokens(backend: Backend, directory: Path, settings: dict[str, A
 
     Older versions of transformers stored tokens that were added after training in separate files.
     """
-    known = backend.get_added_tokens_decoder()
-    added: dict[int, AddedToken] = {}
+    present = backend.get_added_tokens_decoder()
+    added: dict[int, AddedToken] = {}  # by token id
     if "added_tokens_decoder" in settings:
         added = {
             int(token_id): AddedToken(**_fields(token)) for token_id, token in settings["added_tokens_decoder"].items()
@@ -73,33 +74,36 @@ def _add_missing_tokens(backend: Backend, directory: Path, settings: dict[str, A
         for content, token_id in _json(directory / "added_tokens.json").items():
             is_special = content in special
             added[token_id] = AddedToken(content, normalized=not is_special, special=is_special)
-        added |= known
+        added |= present
     by_content = {token.content: token for token in added.values()}
-    named = {name: _token(value, by_content) for name, value in _named_tokens(settings).items()}
-    others = [_token(value, by_content) for value in _unnamed_tokens(settings)]
+    named = {name: _to_token(value, by_content) for name, value in _named_tokens(settings).items()}
+    unnamed = [_to_token(value, by_content) for value in _unnamed_tokens(settings)]
 
-    complete = {repr(token) for token in known.values()}  # a repr includes the flags of the token
-    missing = [token for _, token in sorted(added.items()) if repr(token) not in complete]
-    contents = {token.content for token in (*known.values(), *missing)}
-    for token in (*named.values(), *others):
+    # A token that `tokenizer.json` has with other flags is added again, with those of `settings`.
+    present_with_flags = {repr(token) for token in present.values()}  # a repr includes the flags of the token
+    missing = [token for _, token in sorted(added.items()) if repr(token) not in present_with_flags]
+    contents = {token.content for token in (*present.values(), *missing)}
+    for token in (*named.values(), *unnamed):
         if token.content not in contents:
             missing.append(token)
             contents.add(token.content)
-    names = {token.content for token in named.values()}
+
+    named_contents = {token.content for token in named.values()}
     for token in missing:
-        token.special = token.special or token.content in names
+        token.special = token.special or token.content in named_contents
     backend.add_tokens(missing)
     return {name: token.content for name, token in named.items()}
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the named special tokens, including those of the model, such as `image_token`."""
+    """Return the entries for named special tokens, including model-specific ones, such as `image_token`."""
     tokens = {name: value for name, value in settings.items() if name.endswith("_token") and _is_token(value)}
     extra = settings.get("extra_special_tokens")
     return tokens | (extra if isinstance(extra, dict) else {})
 
 
 def _unnamed_tokens(settings: Mapping[str, Any]) -> list[Any]:
+    """Return the entries for special tokens without a name."""
     for name in ("extra_special_tokens", "additional_special_tokens"):
         if isinstance(settings.get(name), list) and settings[name]:
             return list(settings[name])
@@ -114,7 +118,7 @@ def _content(value: Any) -> str:
     return str(value if isinstance(value, str) else value["content"])
 
 
-def _token(value: Any, by_content: Mapping[str, AddedToken]) -> AddedToken:
+def _to_token(value: Any, by_content: Mapping[str, AddedToken]) -> AddedToken:
     """Convert an entry for a special token, a string or an object; flags come from `by_content` if it has the token."""
     content = _content(value)
     if content in by_content:
@@ -132,7 +136,7 @@ def _fields(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _chat_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates. As in transformers, files take precedence over the configuration."""
-    files = {path.stem: path for path in sorted((directory / _TEMPLATES).glob("*.jinja"))}
+    files = {path.stem: path for path in sorted((directory / _TEMPLATES_FOLDER).glob("*.jinja"))}
     if (path := directory / "chat_template.jinja").is_file():
         files[DEFAULT_TEMPLATE] = path
     if files:

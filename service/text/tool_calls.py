@@ -11,11 +11,12 @@ from typing import Any
 from radixkv.service.text.tool_formats import ToolFormat
 from radixkv.service.text.value_end import ValueEnd
 
-_ARGUMENTS = ("arguments", "parameters")
+_ARGUMENTS_KEYS = ("arguments", "parameters")
 _MAX_HEADER_CHARS = 512  # between the beginning of a call and its arguments
 _NAME = r"[^\s<>{}()\[\]\"']+"
-_NO_NAME = ("{", "[", "<", '"')
+_NOT_IN_NAME = ("{", "[", "<", '"')  # with which a name cannot begin
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
+# The brackets with which the text in place of a placeholder may begin.
 _BRACKETS = {"call": "{[", "calls": "{[", "python": "["}
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 # In Python's notation: a string, the name of a function, a number, the name of an argument, a constant, or a bracket.
@@ -80,10 +81,10 @@ class ToolCallText:
         return self._read(is_last=False)
 
     def end(self) -> list[str | ToolCall]:
-        """Return what was held back, after the last piece."""
+        """End the text after its last piece: return the text and the calls that were held back."""
         parts = self._read(is_last=True)
         if not self._is_after_call:
-            self._add_text(parts, "")
+            self._add_text(parts, "")  # adds the white space that was held back
         return parts
 
     def _read(self, *, is_last: bool) -> list[str | ToolCall]:
@@ -91,19 +92,19 @@ class ToolCallText:
         while self._held and (self._reader is not None or self._find_call(parts, is_last=is_last)):
             assert self._reader is not None
             try:
-                read = self._reader.read(self._held, is_last=is_last)
-                is_call = read is not None or not is_last
+                result = self._reader.read(self._held, is_last=is_last)
+                may_be_call = result is not None or not is_last
             except ValueError:
-                is_call = False
-            if not is_call:
+                may_be_call = False
+            if not may_be_call:  # its first character is text; a call may begin at the next one
                 self._reader = None
                 self._is_start = self._is_after_call = False
                 self._add_text(parts, self._held[0])
                 self._held = self._held[1:]
                 continue
-            if read is None:
+            if result is None:
                 break
-            end, calls = read
+            end, calls = result
             parts += calls
             self._reader, self._held, self._gap = None, self._held[end:], ""
             self._is_start = self._is_after_call = True
@@ -122,21 +123,22 @@ class ToolCallText:
                     return self._find_call(parts, is_last=is_last)
                 if self._suffix.startswith(text) and not is_last:
                     return False
-            is_next = self._is_after_call and bool(self._separator) and text.startswith(self._separator)
-            if text and (text[0] in self._bare_brackets or is_next):
-                self._reader = self._new_reader(self._separator if is_next else "")
+            has_separator = self._is_after_call and bool(self._separator) and text.startswith(self._separator)
+            if text and (text[0] in self._bare_brackets or has_separator):
+                self._reader = self._new_reader(self._separator if has_separator else "")
                 return True
+
         begin = min((at for at in map(self._held.find, self._begins) if at >= 0), default=-1)
-        cut = begin if begin >= 0 else len(self._held)
+        text_end = begin if begin >= 0 else len(self._held)
         if begin < 0 and not is_last:
-            cut -= _num_begun(self._held, self._begins)
-        kept = self._held[:cut].rstrip()
-        if kept:
+            text_end -= _num_partial_chars(self._held, self._begins)
+        text_before = self._held[:text_end].rstrip()
+        if text_before:
             self._is_start = self._is_after_call = False
-            self._add_text(parts, kept)
+            self._add_text(parts, text_before)
         if not self._is_after_call:
-            self._gap += self._held[len(kept) : cut]
-        self._held = self._held[cut:]
+            self._gap += self._held[len(text_before) : text_end]
+        self._held = self._held[text_end:]
         if begin >= 0:
             self._reader = self._new_reader(self._prefix)
         return begin >= 0
@@ -158,24 +160,31 @@ class _Variant:
 
     Args:
         text: the text of a call with its placeholders.
-        form: the format that it belongs to.
+        form: the format that the variant belongs to.
 
     Attributes:
-        begin: the text that begins a call; may be empty.
+        begin: the first line of the text before the first placeholder, with which a call begins; may be empty.
+        within: the other lines of the text before the first placeholder.
         brackets: the brackets that may begin the call after `begin`; empty if the name comes first.
+        is_python: whether calls are in Python's notation.
+        header: pattern of the text between `begin` and the arguments, or the object or list that contains them.
+        quote: the text that encloses strings in the arguments; empty for the quotes of JSON.
+        argument: pattern of an argument with tags of its own; None if the arguments are a JSON object.
         end: the text that ends a call; may be empty.
-        header: pattern of the text between `begin` and the arguments.
+        last_line: the last line of `end`.
+        lines_before: the other lines of `end`.
     """
 
     def __init__(self, text: str, form: ToolFormat) -> None:
         first = _PLACEHOLDER.search(text)
         assert first is not None
-        last = next(each for each in _PLACEHOLDER.finditer(text) if each[1] not in ("name", "id"))
+        value_placeholder = next(each for each in _PLACEHOLDER.finditer(text) if each[1] not in ("name", "id"))
         self.begin, _, self.within = text[: first.start()].partition("\n")
         self.is_python = first[1] == "python"
         self.brackets = _BRACKETS.get(first[1], "")
-        self.end = text[last.end() :].strip()
-        self.header = re.compile(rf"\s*{_pattern(text[len(self.begin) : last.start()])}\s*", re.DOTALL)
+        self.end = text[value_placeholder.end() :].strip()
+        header = text[len(self.begin) : value_placeholder.start()]
+        self.header = re.compile(rf"\s*{_pattern(header)}\s*", re.DOTALL)
         self.quote = form.quote
         self.argument = re.compile(rf"\s*{_pattern(form.argument)}\s*", re.DOTALL) if form.argument else None
         self.last_line = self.end.rpartition("\n")[2]
@@ -186,21 +195,21 @@ class _CallReader:
     """Reads one call, or a list of calls, at the beginning of a text that arrives in pieces.
 
     Args:
-        variants: the ways to write it.
+        variants: the ways to write a call.
         schemas: schemas of the arguments, by the name of the tool.
-        lead: text that may come before it.
+        lead: text that may come before the call.
     """
 
     def __init__(self, variants: Sequence[_Variant], schemas: Mapping[str, Mapping[str, Any]], lead: str) -> None:
         self._variants = variants
         self._schemas = schemas
         self._lead = lead
-        self._start = 0  # of the call, after the lead
-        self._header: re.Match[str] | None = None
-        self._value: ValueEnd | None = None
+        self._matching: list[_Variant] = []  # the variants that the text may follow; empty if not known yet
+        self._start = 0  # end of `begin` of these variants
+        self._header: re.Match[str] | None = None  # the text before the arguments, if the name comes first
+        self._value: ValueEnd | None = None  # searches for the end of the arguments, or of the object or list with them
         self._value_start = 0
-        self._num_read = 0
-        self._matching: list[_Variant] = []
+        self._num_searched = 0  # the end of the call does not begin before this position
 
     def read(self, text: str, *, is_last: bool) -> tuple[int, list[ToolCall]] | None:
         """Return the end of the calls and the calls; None if they are not complete.
@@ -212,11 +221,11 @@ class _CallReader:
         Raises:
             ValueError: there is no call.
         """
-        if not self._matching and not self._begin(text):
+        if not self._matching and not self._match_variants(text):
             return None
         if self._matching[0].argument is not None:
             return self._read_arguments(text, self._matching[0])
-        if self._value is None and not self._begin_value(text):
+        if self._value is None and not self._find_value(text):
             return None
         if self._matching[0].quote:
             return self._read_quoted(text, self._matching[0])
@@ -224,29 +233,29 @@ class _CallReader:
         value_end = self._value.find(text)
         if value_end is None:
             return None
-        end = self._end(text, value_end, is_last=is_last)
+        end = self._find_end(text, value_end, is_last=is_last)
         if end is None:
             return None
-        return end, self._calls(text[self._value_start : value_end])
+        return end, self._parse_calls(text[self._value_start : value_end])
 
-    def _begin(self, text: str) -> bool:
+    def _match_variants(self, text: str) -> bool:
         """Find the variants that the text may follow. Return False if the text is too short to decide."""
-        at = 0
+        call_start = 0
         if self._lead and text.startswith(self._lead):
-            at = _skip_space(text, len(self._lead))
+            call_start = _skip_space(text, len(self._lead))
         elif self._lead and self._lead.startswith(text):
             return False
-        rest = text[at : at + _MAX_HEADER_CHARS]
-        if not rest or any(len(each.begin) > len(rest) and each.begin.startswith(rest) for each in self._variants):
+        call = text[call_start : call_start + _MAX_HEADER_CHARS]
+        if not call or any(len(each.begin) > len(call) and each.begin.startswith(call) for each in self._variants):
             return False
-        longest = max((each.begin for each in self._variants if rest.startswith(each.begin)), key=len, default=None)
+        longest = max((each.begin for each in self._variants if call.startswith(each.begin)), key=len, default=None)
         if longest is None:
             raise ValueError("no call begins here")
         self._matching = [each for each in self._variants if each.begin == longest]
-        self._start = at + len(longest)
+        self._start = call_start + len(longest)
         return True
 
-    def _begin_value(self, text: str) -> bool:
+    def _find_value(self, text: str) -> bool:
         """Find the beginning of the arguments, or of the object or list with them. Return whether it has arrived."""
         at = _skip_space(text, self._start)
         if at == len(text):
@@ -260,17 +269,19 @@ class _CallReader:
                 if len(text) - self._start < _MAX_HEADER_CHARS:
                     return False
                 raise ValueError("there are no arguments")
-            headers = ((each, each.header.fullmatch(text, self._start, at)) for each in self._matching)
-            named = [(each, header) for each, header in headers if header is not None and not each.brackets]
-            if not named:
+            for variant in self._matching:
+                self._header = None if variant.brackets else variant.header.fullmatch(text, self._start, at)
+                if self._header is not None:
+                    matching = [variant]
+                    break
+            else:
                 raise ValueError("there is no name")
-            matching, self._header = [named[0][0]], named[0][1]
         self._matching = matching
         self._value_start = at
         self._value = ValueEnd(at, "\"'" if matching[0].is_python else '"')
         return True
 
-    def _end(self, text: str, at: int, *, is_last: bool) -> int | None:
+    def _find_end(self, text: str, at: int, *, is_last: bool) -> int | None:
         """Return the end of a call whose arguments end at a position; None if it is not known yet.
 
         The text that ends a call may be missing at the end of a completion, because it may have stopped there.
@@ -285,7 +296,7 @@ class _CallReader:
                 return len(text) if is_last else None
         raise ValueError("something else follows the call")
 
-    def _calls(self, value: str) -> list[ToolCall]:
+    def _parse_calls(self, value: str) -> list[ToolCall]:
         if self._header is not None:
             arguments = _json(value)
             if not isinstance(arguments, dict):
@@ -302,11 +313,11 @@ class _CallReader:
         """Read a call whose text has other quotes than JSON."""
         assert self._header is not None
         start = self._value_start
-        end = text.find(variant.end, max(start, self._num_read))
-        while end >= 0 and text.count(variant.quote, start, end) % 2:  # the end is inside of text
+        end = text.find(variant.end, max(start, self._num_searched))  # position at which `variant.end` begins
+        while end >= 0 and text.count(variant.quote, start, end) % 2:  # this position is inside of a string
             end = text.find(variant.end, end + 1)
         if end < 0:
-            self._num_read = len(text) - len(variant.end)
+            self._num_searched = len(text) - len(variant.end)
             return None
         arguments = _json(_quoted_to_json(text[start:end].rstrip(), variant.quote))
         if not isinstance(arguments, dict):
@@ -317,22 +328,25 @@ class _CallReader:
         """Read a call whose arguments have tags of their own."""
         assert variant.argument is not None
         at = _skip_space(text, self._start)
-        if not text.startswith(variant.within, at) and not variant.within.startswith(
-            text[at : at + len(variant.within)]
-        ):
+        before_name = text[at : at + len(variant.within)]
+        if not variant.within.startswith(before_name):
             raise ValueError("there is no name")
-        if not variant.within and text[at : at + 1] in _NO_NAME:
+        if not variant.within and text[at : at + 1] in _NOT_IN_NAME:
             raise ValueError("there is no name")
+
+        # Find the end of the call; white space between its lines may differ.
         while True:
-            last = text.find(variant.last_line, max(at, self._num_read))
-            if last < 0:
-                self._num_read = len(text) - len(variant.last_line)
+            last_line_start = text.find(variant.last_line, max(at, self._num_searched))
+            if last_line_start < 0:
+                self._num_searched = len(text) - len(variant.last_line)
                 return None
-            body_end = _strip_space(text, last)
+            body_end = _strip_space(text, last_line_start)
             if text.endswith(variant.lines_before, 0, body_end):
                 break
-            self._num_read = last + 1
+            self._num_searched = last_line_start + 1
         body_end -= len(variant.lines_before)
+
+        # Read the name and the arguments, which must fill the text up to that end.
         header = variant.header.match(text, self._start, body_end)
         if header is None:
             raise ValueError("there is no name")
@@ -341,31 +355,39 @@ class _CallReader:
         while at < body_end:
             argument = variant.argument.match(text, at, body_end)
             if argument is None:
-                raise ValueError("there is something else than arguments")
+                raise ValueError("there is something other than arguments")
             arguments[argument["key"]] = _value_of(argument["value"], argument["key"], schema)
             at = argument.end()
         _require_unicode(arguments)
-        return last + len(variant.last_line), [ToolCall(header["name"], arguments)]
+        return last_line_start + len(variant.last_line), [ToolCall(header["name"], arguments)]
 
 
 def _pattern(text: str) -> str:
     """Return a regular expression for a text with placeholders, in which white space may differ, except in a value."""
-    names = ["", *_PLACEHOLDER.split(text)[1::2], ""]
-    parts = []
-    for index, part in enumerate(_PLACEHOLDER.split(text)[::2]):
-        before, after = names[index], names[index + 1]
-        if before == "value":
-            parts.append("\n?" if part.startswith("\n") else "")
-        is_value_next = after == "value" and part.endswith("\n")
-        parts.append(r"\s*".join(re.escape(line.strip()) for line in part.strip("\n").split("\n")))
-        parts.append("\n?" if is_value_next else r"\s*" if after != "value" else "")
-        if after:
-            parts.append({"value": "(?P<value>.*?)", "id": r"[^\s{]*?"}.get(after, rf"(?P<{after}>{_NAME})"))
-            parts.append("" if after == "value" else r"\s*")
-    return "".join(parts)
+    pieces = _PLACEHOLDER.split(text)  # texts and names of placeholders in turn
+    literals, placeholders = pieces[::2], ["", *pieces[1::2], ""]
+    patterns = []
+    for index, literal in enumerate(literals):
+        before, after = placeholders[index], placeholders[index + 1]
+        # White space next to a value belongs to the value, apart from a line break that the format writes there.
+        if before == "value" and literal.startswith("\n"):
+            patterns.append("\n?")
+        patterns.append(r"\s*".join(re.escape(line.strip()) for line in literal.strip("\n").split("\n")))
+        if after != "value":
+            patterns.append(r"\s*")
+        elif literal.endswith("\n"):
+            patterns.append("\n?")
+
+        if after == "value":
+            patterns.append("(?P<value>.*?)")
+        elif after == "id":
+            patterns.append(r"[^\s{]*?\s*")
+        elif after:
+            patterns.append(rf"(?P<{after}>{_NAME})\s*")
+    return "".join(patterns)
 
 
-def _num_begun(text: str, begins: Sequence[str]) -> int:
+def _num_partial_chars(text: str, begins: Sequence[str]) -> int:
     """Return how many of the last characters of a text may be the beginning of one of `begins`."""
     longest = max(map(len, begins), default=1) - 1
     return next(
@@ -376,7 +398,7 @@ def _num_begun(text: str, begins: Sequence[str]) -> int:
 def _skip_space(text: str, at: int) -> int:
     """Return the position of the first character, from `at` on, that is no white space."""
     space = _SPACE.match(text, at)
-    assert space is not None, "it matches the empty text as well"
+    assert space is not None, "the pattern matches the empty text as well"
     return space.end()
 
 
@@ -403,9 +425,14 @@ def _require_unicode(value: Any) -> None:
 
 
 def _read_calls(values: Sequence[Any], *, is_bare: bool) -> Iterator[ToolCall]:
+    """Convert JSON objects to calls. Without a tag (`is_bare`), an object is a call only if it has arguments.
+
+    Raises:
+        ValueError: a value is not a call.
+    """
     for value in values:
         call = value if isinstance(value, dict) else {}
-        keys = [each for each in _ARGUMENTS if each in call]
+        keys = [each for each in _ARGUMENTS_KEYS if each in call]
         arguments = call[keys[0]] if keys else {}
         if not isinstance(call.get("name"), str) or not call["name"] or not isinstance(arguments, dict):
             raise ValueError("there is no name, or the arguments are no object")
@@ -434,7 +461,7 @@ def _python_to_json(text: str) -> str:
 
 def _quoted_to_json(text: str, quote: str) -> str:
     """Return JSON for a value whose keys have no quotes, and whose text is enclosed in another quote."""
-    parts = text.split(quote)
+    parts = text.split(quote)  # every second one is the content of a string
     parts[1::2] = [json.dumps(each) for each in parts[1::2]]
     parts[::2] = [_KEY.sub(r'\1"\2":', each) for each in parts[::2]]
     return "".join(parts)
@@ -452,8 +479,8 @@ def _python_string(literal: str) -> str:
 def _value_of(text: str, key: str, schema: Mapping[str, Any]) -> Any:
     """Return the value of an argument: JSON and constants are parsed, unless the schema allows only text."""
     properties = schema.get("properties")
-    declared = properties.get(key) if isinstance(properties, Mapping) else None
-    if isinstance(declared, Mapping) and _is_text(declared):
+    value_schema = properties.get(key) if isinstance(properties, Mapping) else None
+    if isinstance(value_schema, Mapping) and _allows_only_text(value_schema):
         return text
     stripped = text.strip()
     if stripped in _CONSTANTS:
@@ -464,7 +491,7 @@ def _value_of(text: str, key: str, schema: Mapping[str, Any]) -> Any:
         return text
 
 
-def _is_text(schema: Mapping[str, Any]) -> bool:
+def _allows_only_text(schema: Mapping[str, Any]) -> bool:
     if schema.get("type") == "string":
         return True
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])

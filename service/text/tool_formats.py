@@ -30,7 +30,7 @@ class ToolFormat:
 
     Attributes:
         name: its name in the configuration.
-        variants: the text of a call, see above.
+        variants: the text of a call in each variant; see the placeholders above.
         signs: groups of texts; a chat template that contains all texts of one group uses this format.
         tokens: tokens that the tokenizer of such a model must have.
         separator: the text between two calls.
@@ -76,31 +76,33 @@ class ToolFormat:
         return None
 
 
-_DEEPSEEK = tuple(
+# The tags of DeepSeek's models.
+_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _SEPARATOR, _CALL_END = (
     f"<\uff5ctool▁{each}\uff5c>" for each in ("calls▁begin", "calls▁end", "call▁begin", "sep", "call▁end")
 )
+# The variants of Mistral's models.
 _MISTRAL = (
     "[TOOL_CALLS]{calls}",
     "[TOOL_CALLS]{name}[ARGS]{arguments}",
     "[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]{arguments}",
     "[TOOL_CALLS]{name}{arguments}",
 )
-# In the order in which they are tried: a format whose signs contain those of another one comes first.
+# In the order in which they are tried: a format whose signs contain those of another format comes before that one.
 _FORMATS = (
     ToolFormat(
         "deepseek_v3",
-        (f"{_DEEPSEEK[2]}function{_DEEPSEEK[3]}{{name}}\n```json\n{{arguments}}\n```{_DEEPSEEK[4]}",),
-        ((_DEEPSEEK[2], "```json"),),
-        prefix=_DEEPSEEK[0],
-        suffix=_DEEPSEEK[1],
+        (f"{_CALL_BEGIN}function{_SEPARATOR}{{name}}\n```json\n{{arguments}}\n```{_CALL_END}",),
+        ((_CALL_BEGIN, "```json"),),
+        prefix=_CALLS_BEGIN,
+        suffix=_CALLS_END,
     ),
     ToolFormat(
         "deepseek_v31",
-        (f"{_DEEPSEEK[2]}{{name}}{_DEEPSEEK[3]}{{arguments}}{_DEEPSEEK[4]}",),
-        ((_DEEPSEEK[2],),),
+        (f"{_CALL_BEGIN}{{name}}{_SEPARATOR}{{arguments}}{_CALL_END}",),
+        ((_CALL_BEGIN,),),
         separator="",
-        prefix=_DEEPSEEK[0],
-        suffix=_DEEPSEEK[1],
+        prefix=_CALLS_BEGIN,
+        suffix=_CALLS_END,
     ),
     ToolFormat(
         "kimi_k2",
@@ -180,8 +182,8 @@ def tool_format_of(template: str, tokens: Collection[str]) -> ToolFormat | None:
         tokens: the tokenizer's added tokens.
     """
     for each in _FORMATS:
-        if all(token in tokens for token in each.tokens) and any(
-            all(sign in template for sign in signs) for signs in each.signs
-        ):
+        has_tokens = all(token in tokens for token in each.tokens)
+        has_signs = any(all(sign in template for sign in group) for group in each.signs)
+        if has_tokens and has_signs:
             return each
     return None

@@ -39,10 +39,10 @@ def converted_files(directory: Path) -> Mapping[str, bytes] | None:
     tokenizer = load_with_transformers(directory)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         return None
-    with tempfile.TemporaryDirectory(prefix="radixkv-") as name:
-        tokenizer.save_pretrained(name)
-        files = [path for path in Path(name).rglob("*") if path.is_file()]
-        return {path.relative_to(name).as_posix(): path.read_bytes() for path in files}
+    with tempfile.TemporaryDirectory(prefix="radixkv-") as folder:
+        tokenizer.save_pretrained(folder)
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +54,28 @@ class SlowBackend:
     """A tokenizer written in Python, with the methods of the package tokenizers that `Tokenizer` calls.
 
     Args:
-        model: a tokenizer of transformers.
+        tokenizer: a tokenizer of transformers.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> _Encoding:
         """Return the token ids of a text."""
-        return _Encoding(list(self._model.encode(text, add_special_tokens=add_special_tokens)))
+        return _Encoding(list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids without special tokens."""
-        return str(self._model.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def id_to_token(self, token_id: int) -> str | None:
         """Return the token of an id; None if it is not in the vocabulary."""
-        token: str | None = self._model.convert_ids_to_tokens(token_id)
+        token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         return token
 
     def get_added_tokens_decoder(self) -> Mapping[int, Any]:
         """Return the added tokens by their ids; each has `content`, and `special`: whether it has no text."""
-        tokens: Mapping[int, Any] = self._model.added_tokens_decoder
+        tokens: Mapping[int, Any] = self._tokenizer.added_tokens_decoder
         return tokens
 
     def to_str(self) -> str:
@@ -88,7 +88,10 @@ class SlowBackend:
 
 
 def _reason(directory: Path, error: Exception) -> str:
-    """Return the first line of an error. For SentencePiece, transformers names a package that is not needed."""
+    """Return the first line of an error of transformers.
+
+    If the package sentencepiece is missing, return how to install it: transformers names a package that is not needed.
+    """
     is_sentencepiece = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file()
     if is_sentencepiece and importlib.util.find_spec("sentencepiece") is None:
         return "to read its tokenizer.model, pip install sentencepiece"

@@ -6,7 +6,8 @@ import re
 
 _MAX_DEPTH = 128
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
-_PLAIN = {  # characters outside of strings that are no brackets
+# Characters outside of strings that are no brackets, by the characters that enclose strings.
+_PLAIN = {
     '"': re.compile(r"[\w\s.,:+-]*"),
     "\"'": re.compile(r"[\w\s.,:+=-]*"),
 }
@@ -29,8 +30,8 @@ class ValueEnd:
         self._position = start
         self._quotes = quotes
         self._plain = _PLAIN[quotes]
-        self._quote = ""  # of the string that is open
-        self._closing: list[str] = []  # brackets that are open
+        self._quote = ""  # the quote that ends the string at this position; empty outside of strings
+        self._closing: list[str] = []  # the closing brackets of the brackets that are open
         self._end: int | None = None
 
     def find(self, text: str) -> int | None:
@@ -43,17 +44,19 @@ class ValueEnd:
             ValueError: the text is no value, or it is nested too deeply.
         """
         while self._end is None:
-            run = _IN_STRING[self._quote] if self._quote else self._plain
-            match = run.match(text, self._position)
-            assert match is not None, "an empty run matches"
+            skipped = _IN_STRING[self._quote] if self._quote else self._plain
+            match = skipped.match(text, self._position)
+            assert match is not None, "the pattern matches the empty text as well"
             self._position = match.end()
-            num_needed = 2 if self._quote and text.startswith("\\", self._position) else 1
-            if len(text) - self._position < num_needed:
+            is_escape = bool(self._quote) and text.startswith("\\", self._position)
+            num_chars = 2 if is_escape else 1
+            if len(text) - self._position < num_chars:
                 return None
             char = text[self._position]
-            self._position += num_needed
+            self._position += num_chars
             if self._quote:
-                self._quote = self._quote if char == "\\" else ""
+                if not is_escape:
+                    self._quote = ""
             elif char in self._quotes:
                 self._quote = char
             elif char in _CLOSING and len(self._closing) < _MAX_DEPTH:

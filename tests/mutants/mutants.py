@@ -1174,12 +1174,12 @@ ANSWER_MUTANTS = (
     Mutant("service/structured/grammars.py", "take(key, 1)", 'take(QuotaKey.of_tenant(""), 1)'),
     Mutant(
         "service/structured/grammars.py",
-        "                self._num_waiting.release(key, 1)\n",
+        "                self._queue_shares.release(key, 1)\n",
         "                pass\n",
     ),
     Mutant(
         "service/structured/grammars.py",
-        "                self._start_thread(text.field)  # it waits for the lock; nothing is queued if it cannot start\n"
+        "                self._start_thread(text.field)  # nothing is queued if it cannot start\n"
         "                self._is_compiling = True\n",
         "                self._is_compiling = True\n                self._start_thread(text.field)\n",
     ),
@@ -1581,7 +1581,9 @@ DOCTOR_MUTANTS = (
 FLEET_MUTANTS = (
     Mutant("service/fleet/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
     Mutant("service/fleet/replica.py", "config.server.max_deadline_s + config.server.send_timeout_s", "60.0"),
-    Mutant("service/fleet/replica_connection.py", "HEALTH_CHECK.bind(watch)", "HEALTH_CHECK.bind(calls)"),
+    Mutant(
+        "service/fleet/replica_connection.py", "HEALTH_CHECK.bind(watch_channel)", "HEALTH_CHECK.bind(call_channel)"
+    ),
     Mutant("service/fleet/replica_connection.py", "if error.code() in _NO_RESPONSE:", "if True:"),
 )
 SERVICE_MUTANTS = (

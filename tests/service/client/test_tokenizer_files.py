@@ -129,7 +129,7 @@ def test_a_broken_zip_is_refused(folder):
 def test_a_relative_cache_home_is_ignored(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", "/nowhere")
-    assert module._folder() == Path("/nowhere/.cache/radixkv/tokenizers")
+    assert module._tokenizers_folder() == Path("/nowhere/.cache/radixkv/tokenizers")
 
 
 def asking(model_path):
