@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -130,7 +131,7 @@ def _ray_options(plan: FleetPlan) -> dict[str, Any]:
         return {"address": plan.ray_address, "namespace": APPLICATION, **quiet}
     # Ray starts only replicas for which it has enough CPUs, so it counts at least as many CPUs as all replicas request.
     max_replicas = sum(each.max_replicas for each in _deployments(plan))
-    cpus = max(os.cpu_count() or 1, round(max_replicas * plan.cpus + 0.5))
+    cpus = max(os.cpu_count() or 1, math.ceil(max_replicas * plan.cpus))
     return {
         "address": "local",
         "namespace": APPLICATION,

@@ -322,11 +322,13 @@ def _is_free(schema: Any) -> bool:
 
 
 def _properties(schema: Any) -> list[tuple[str, Any, bool]]:
-    """Return the name and the schema of each property of an object, and whether it is required."""
+    """Return the name and the schema of each property that an object may have, and whether it is required."""
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     required = schema.get("required") or ()
     properties = []
     for name, property_schema in (schema.get("properties") or {}).items():
+        if property_schema is False:  # no value is valid
+            continue
         complete_schema = {**property_schema, **definitions} if isinstance(property_schema, dict) else {}
         properties.append((name, complete_schema, name in required))
     return properties

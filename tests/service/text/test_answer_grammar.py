@@ -165,3 +165,20 @@ def test_arguments_may_refer_to_shared_definitions() -> None:
         call = text if name == "pythonic" else f"<tool_call>\n<function=f>\n{text}</function>\n</tool_call>"
         assert accepts(grammar, call.format(1), form)
         assert not accepts(grammar, call.format(2), form)
+
+
+def test_a_property_without_valid_values_is_left_out() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": False}}
+    for name, call, other in (
+        ("pythonic", "[f(a=1)]", "[f(b=1)]"),
+        ("gemma4", "<|tool_call>call:f{a:1}<tool_call|>", "<|tool_call>call:f{b:1}<tool_call|>"),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+            "<tool_call>\n<function=f>\n<parameter=b>\n1\n</parameter>\n</function>\n</tool_call>",
+        ),
+    ):
+        form = AnswerFormat(TOOL_FORMATS[name])
+        grammar = forced_calls(form, [{"name": "f", "parameters": schema}], is_parallel=False)
+        assert accepts(grammar, call, form)
+        assert not accepts(grammar, other, form)
