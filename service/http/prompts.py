@@ -63,7 +63,7 @@ class PromptEncoder:
         Raises:
             InvalidRequest: the model has none.
         """
-        return await self._tokenizer.required("model", "the HTTP API requires")
+        return await self._tokenizer.require_async("model", "the HTTP API requires")
 
     async def answer_format(self) -> AnswerFormat:
         """Return how the model writes its answers.

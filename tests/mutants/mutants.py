@@ -1593,10 +1593,10 @@ SERVICE_MUTANTS = (
     Mutant("service/server/servicers/kv_sources.py", "            _require_address(address)\n", ""),
     Mutant("service/server/servicers/segments.py", "self._segment_ids.of(segment.place)", "segment.place + 1"),
     Mutant("service/client/connection.py", 'merged["grpc.per_rpc_retry_buffer_size"] = _RETRY_BUFFER_BYTES', "pass"),
-    Mutant("service/server/connections.py", "_shut(unclosed[fd], socket.SHUT_WR)", "pass"),
+    Mutant("service/server/connections.py", "_shut(awaiting_close[fd], socket.SHUT_WR)", "pass"),
     Mutant("service/server/metrics_port.py", 'return path == "/healthz"', "return True"),
-    Mutant("service/server/metrics_port.py", "            self.connections.end_oldest()\n", ""),
-    Mutant("service/server/metrics_port.py", "        self.connections.end_late()\n", "        pass\n"),
+    Mutant("service/server/metrics_port.py", "            self.connections.end_oldest_connection()\n", ""),
+    Mutant("service/server/metrics_port.py", "        self.connections.end_late_connections()\n", "        pass\n"),
     Mutant(
         "service/server/metrics_port.py",
         "{**self._awaiting_request, **self._responding}",

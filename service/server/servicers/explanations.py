@@ -97,7 +97,7 @@ class Explainer:
     async def _decode(self) -> Decode | None:
         """Return the function that decodes tokens; None if the model has no tokenizer that can be loaded."""
         try:
-            return (await self._tokenizer.loaded()).decode
+            return (await self._tokenizer.load_async()).decode
         except ValueError as error:
             _logger.debug("explanations have no text, because the model has no tokenizer: %s", error)
             return None

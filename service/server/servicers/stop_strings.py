@@ -94,7 +94,7 @@ async def stop_strings(
     if not stops:
         return None
     require_stops(stops)
-    model_tokenizer = await tokenizer.required("stop", "stop strings require")
+    model_tokenizer = await tokenizer.require_async("stop", "stop strings require")
     prompt_ids = last_ids(params.tokens)
     unique_stops = tuple(dict.fromkeys(stops))
     return StopStrings(
