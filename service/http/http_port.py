@@ -326,7 +326,7 @@ class HttpPort:
         identity = authorization.identity
         if identity is None or identity.is_anyone:
             return Revocation(None)
-        return Revocation(lambda: self._authorizer.require_still(authorization, call))
+        return Revocation(lambda: self._authorizer.require_still_authorized(authorization, call))
 
     async def _list_models(self, request: web.Request) -> web.Response:
         self._authorizer.authorize(_DESCRIBE, context_of(request, 0))

@@ -154,7 +154,7 @@ class GuardedServer:
 
         def require_authorized() -> None:
             try:
-                self._authorizer.require_still(call.authorization, call.context, request)
+                self._authorizer.require_still_authorized(call.authorization, call.context, request)
             except RadixKVError as error:
                 self._count_refused(error)
                 raise
