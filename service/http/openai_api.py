@@ -34,7 +34,7 @@ from radixkv.service.http.openai_responses import (
 )
 from radixkv.service.http.responses_api import NAMES as RESPONSE_NAMES
 from radixkv.service.http.tools import EncodedChat
-from radixkv.service.server.servicers.response_writer import runs
+from radixkv.service.server.servicers.response_writer import row_slices
 from radixkv.service.text.answer_format import AnswerPart, AnswerParts, Reasoning
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.text.tool_calls import ToolCall
@@ -347,7 +347,7 @@ class _ResponseWriter:
             parts = self._format.parts(index, chunk)
             if not (parts or chunk.is_last or is_first or rows):
                 continue  # the text is held back: a part of a character, or of a possible stop string or call
-            *earlier, rows = [rows[run] for run in runs(chunk.response.logprobs)] or [[]]
+            *earlier, rows = [rows[run] for run in row_slices(chunk.response.logprobs)] or [[]]
             for each in earlier:  # the client reads slowly, so many tokens are sent at once
                 logprobs = self._logprobs(choice, each)
                 first = self._format.chunk_choice(index, [], logprobs, None, is_first=is_first)

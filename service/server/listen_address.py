@@ -80,6 +80,6 @@ def _try_to_bind(host: str, port: int) -> None:
             socket.create_server(address[:2], family=family).close()
         except OSError as error:
             errors.append(error)
-    for error in errors:
-        if error.errno == errno.EADDRINUSE or len(errors) == len(addresses):
-            raise error
+    for each in errors:
+        if each.errno == errno.EADDRINUSE or len(errors) == len(addresses):
+            raise each
