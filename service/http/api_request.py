@@ -83,7 +83,7 @@ class ApiRequest:
         self._send_error: SendError | None = None
 
     def hold(self, generate: GenerateRequest) -> str:
-        """Set the tenant, the session and the id of a request, and charge it to the tenant. Returns the tenant.
+        """Set the tenant, the session and the id of a request, and charge its bytes to the tenant. Returns the tenant.
 
         The credential determines the tenant; a credential for several tenants requires the header `radixkv-tenant`.
 
@@ -93,9 +93,9 @@ class ApiRequest:
             QueueFull: the requests of the tenant hold too many bytes.
         """
         generate.prefill.tenant = self._header(TENANT_HEADER)
-        generate.prefill.session_id = generate.prefill.session_id or next(
-            filter(None, map(self._header, SESSION_HEADERS)), ""
-        )
+        if not generate.prefill.session_id:
+            sessions = map(self._header, SESSION_HEADERS)
+            generate.prefill.session_id = next(filter(None, sessions), "")
         if not generate.prefill.request_id:
             generate.prefill.request_id = self.request_id
         if not generate.prefill.request_id.isprintable():  # it becomes a header of the response
