@@ -51,7 +51,7 @@ class InFlightCalls:
         """Remove a call that has ended."""
         self._calls.discard(call)
 
-    async def finish(self, timeout_s: float) -> bool:
+    async def wait_for_end(self, timeout_s: float) -> bool:
         """Wait for the calls that are in flight now, at most `timeout_s` seconds. Later calls are not waited for.
 
         Returns:

@@ -97,7 +97,7 @@ class GuardedServer:
         async def answer(_: object, context: Context) -> Any:
             try:
                 call, request = await self._receive(method, parse, context)
-                return self._send(call, serialize(await servicer(request, context)))
+                return self._note_response(call, serialize(await servicer(request, context)))
             except Exception as error:  # noqa: BLE001 - every exception becomes a status
                 await _abort_with(error, context, method)
 
@@ -113,7 +113,7 @@ class GuardedServer:
                 call, request = await self._receive(method, parse, context)
                 async with (
                     self._revocation(call, request) as revocation,
-                    contextlib.aclosing(self._receiver.send_all(call, servicer(request, context))) as responses,
+                    contextlib.aclosing(self._receiver.note_responses(call, servicer(request, context))) as responses,
                 ):
                     async for response in responses:
                         revocation.begin_write()
@@ -135,7 +135,7 @@ class GuardedServer:
                 async with (
                     self._revocation(call) as revocation,
                     contextlib.aclosing(self._receive_all(call, parse)) as requests,
-                    contextlib.aclosing(self._receiver.send_all(call, servicer(requests, context))) as responses,
+                    contextlib.aclosing(self._receiver.note_responses(call, servicer(requests, context))) as responses,
                 ):
                     async for response in responses:
                         revocation.begin_write()
@@ -188,9 +188,9 @@ class GuardedServer:
             self._count_refused(error)
             raise
 
-    def _send(self, call: InFlightCall, response: bytes) -> bytes:
+    def _note_response(self, call: InFlightCall, response: bytes) -> bytes:
         try:
-            return self._receiver.send(call, response)
+            return self._receiver.note_response(call, response)
         except RadixKVError as error:
             self._count_refused(error)
             raise

@@ -279,7 +279,7 @@ class Receiver:
             _require_small(data)
             yield await self._parse(parse, data)
 
-    def send(self, call: InFlightCall, response: bytes) -> bytes:
+    def note_response(self, call: InFlightCall, response: bytes) -> bytes:
         """Account for a serialized response that is passed to gRPC, and return it.
 
         Raises:
@@ -289,7 +289,9 @@ class Receiver:
         self._unsent.add(call.context)
         return response
 
-    async def send_all(self, call: InFlightCall, responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    async def note_responses(
+        self, call: InFlightCall, responses: AsyncGenerator[Any, None]
+    ) -> AsyncGenerator[Any, None]:
         """Yield the messages of a streamed response. Each counts as unsent until gRPC asks for the next one."""
         async with contextlib.aclosing(responses):
             async for response in responses:
