@@ -57,6 +57,7 @@ class ApiRequest:
         call: the argument `call`.
         num_bytes: size of the body.
         request_id: from the header `x-request-id`, or random; after `hold`, that of the held request if it has one.
+        held: the request with which `hold` was called; None before.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ApiRequest:
     ) -> None:
         self.call = call
         self.num_bytes = num_bytes
+        self.held: GenerateRequest | None = None
         self.request_id = self._header(REQUEST_ID_HEADER) or new_request_id()
         self._error_body = error_body
         self._request = request
@@ -106,6 +108,7 @@ class ApiRequest:
         except RadixKVError as error:
             self._count_refusal(error)
             raise
+        self.held = generate
         return str(generate.prefill.tenant)
 
     def _header(self, name: str) -> str:

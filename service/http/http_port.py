@@ -32,7 +32,6 @@ from radixkv.service.http.responses_api import ResponsesApi
 from radixkv.service.server.auth.authorizer import Authorizer
 from radixkv.service.server.auth.revocation import Revocation
 from radixkv.service.server.auth.tls import Tls
-from radixkv.service.server.calls import Context
 from radixkv.service.server.guarded_server import CountRefusal
 from radixkv.service.server.host_check import HostCheck
 from radixkv.service.server.listen_address import bind_error, host_port
@@ -40,7 +39,7 @@ from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.open_files import max_connections
 from radixkv.service.server.page.page import Page
 from radixkv.service.server.receive.grpc_options import max_message_bytes
-from radixkv.service.server.receive.receiver import Receiver
+from radixkv.service.server.receive.receiver import InFlightCall, Receiver
 from radixkv.service.server.servicers.messages import new_request_id
 
 Answer = Callable[[ApiRequest, Fields], Awaitable[web.StreamResponse]]
@@ -313,7 +312,7 @@ class HttpPort:
                 lambda error: self._error_body(request, error),
             )
             try:
-                async with self._revocation(authorization, call):
+                async with self._revocation(in_flight, api_request):
                     return await answer(api_request, fields)
             except Exception as error:  # noqa: BLE001 - every exception becomes a response
                 if not api_request.is_streaming:
@@ -322,12 +321,20 @@ class HttpPort:
 
         return handle
 
-    def _revocation(self, authorization: Any, call: Context) -> Revocation:
-        """Return the context that ends a request when its caller is no longer authorized."""
-        identity = authorization.identity
+    def _revocation(self, in_flight: InFlightCall, request: ApiRequest) -> Revocation:
+        """Return the context that ends a request when its caller may no longer make it."""
+        identity = in_flight.authorization.identity
         if identity is None or identity.is_anyone:
             return Revocation(None)
-        return Revocation(lambda: self._authorizer.require_still_authorized(authorization, call))
+
+        def require_authorized() -> None:
+            try:
+                self._authorizer.require_still_authorized(in_flight.authorization, in_flight.context, request.held)
+            except RadixKVError as error:
+                self._count_refused(error)
+                raise
+
+        return Revocation(require_authorized)
 
     async def _list_models(self, request: web.Request) -> web.Response:
         self._authorizer.authorize(_DESCRIBE, context_of(request, 0))
