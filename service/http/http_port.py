@@ -50,6 +50,7 @@ _GENERATE = "/radixkv.v1.PrefillService/Generate"
 _DESCRIBE = "/radixkv.v1.ModelService/GetTokenizer"
 _READ_STATE = "/radixkv.v1.CacheService/ListAdapters"
 _BACKLOG = 4096  # the maximum that Linux allows by default
+_MAX_CONNECTING = _BACKLOG  # accepted connections that are being prepared, for example in their TLS handshake
 _ACCEPTED_AT_ONCE = 64  # connections that are accepted before other tasks of the event loop continue
 # The buffer of the system, per connection; Linux would let it grow to megabytes for an unread response.
 _SEND_BUFFER_BYTES = 65_536
@@ -198,7 +199,7 @@ class HttpPort:
 
     def _admit(self, client_socket: socket.socket) -> None:
         """Begin to serve an accepted connection, or close it if too many are open or being opened."""
-        if len(self._connect_tasks) >= _BACKLOG or not self._connections.make_room():
+        if len(self._connect_tasks) >= _MAX_CONNECTING or not self._connections.make_room():
             client_socket.close()
             return
         client_socket.setblocking(False)

@@ -164,6 +164,7 @@ class EncodedChat:
         elif self.is_open is not None and not tools.may_be_called:
             # Templates leave reasoning out of the next prompt, except between calls.
             generate.write_generated = False
+
         is_parallel = tools.is_parallel and tools.forced is None
         kind = generate.WhichOneof("constraint")
         if kind in _JSON_CONSTRAINTS and (tools.may_be_called or self.is_open):
@@ -178,6 +179,7 @@ class EncodedChat:
         elif tools.choice == "required":
             generate.grammar = forced_calls(self.form, tools.functions, is_parallel=is_parallel, is_open=self.is_open)
         elif tools.may_be_called and (tools.allowed is not None or any(each.get("strict") for each in tools.functions)):
+            # Only calls of strict functions must follow the schema of the function's arguments.
             any_arguments = {"parameters": {"type": "object"}}
             functions = [each if each.get("strict") else {**each, **any_arguments} for each in tools.functions]
             generate.grammar = strict_calls(self.form, functions, is_parallel=is_parallel, is_open=self.is_open)

@@ -75,6 +75,7 @@ class FairShares:
     def available(self, key: QuotaKey) -> int:
         """Return the number of units that a key can take now: the free ones, or those up to its share if more.
 
+        With these units, at most twice the limit is in use.
         `take` may grant more to a key that uses none.
         """
         used_by_key = self._used_by.get(key, 0)

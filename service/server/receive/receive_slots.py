@@ -138,7 +138,7 @@ class SlotQueue:
             raise
 
     def _pass_on_slot(self) -> None:
-        """Grant a slot to the connection whose turn it is."""
+        """Grant a slot to the connection whose turn it is. If no call waits, the slot becomes free."""
         while self._queues:
             connection = next(iter(self._queues))
             queue = self._queues.pop(connection)

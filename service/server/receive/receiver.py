@@ -24,8 +24,8 @@ from radixkv.service.server.receive.response_bytes import response_bytes
 from radixkv.service.server.receive.unsent_responses import UnsentResponses
 from radixkv.service.server.thread_call import call_on_thread
 
-_MIN_SLOTS = 4
-_MAX_WAITING_CALLS = 1024
+_MIN_SLOTS = 4  # messages that are received at once, even if together they may exceed `max_receiving_bytes`
+_MAX_WAITING_CALLS = 1024  # that wait for a slot, in each class of slots
 # Large messages that are parsed at the same time; each occupies a thread.
 _MAX_PARSING = 2
 # Health watches may use this share of `max_calls`, and event streams and reflection together as much again. The limits

@@ -60,6 +60,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._explainer = explainer
         self._statements = StatementMaker(engine, self._mailbox)
         if engine.misses is not None:
+            # Samples of misses are decoded with the tokenizer, which is loaded when the first one is decoded.
             engine.misses.load_decode = lambda: tokenizer.load().decode
 
     async def Retain(self, request: cache_pb2.RetainRequest, context: Context) -> cache_pb2.RetainResponse:  # noqa: N802
