@@ -38,7 +38,7 @@ _ERROR_TYPES = {
     504: "timeout_error",
 }
 # The names of fields in Anthropic's API, by their names in messages of this server.
-_NAMES = {
+_FIELD_NAMES = {
     **prompt_field_names("messages", "max_tokens"),
     "adapter": "model",
     "salt": "cache_salt",
@@ -72,7 +72,7 @@ class AnthropicApi:
 
     def error(self, error: BaseException) -> Mapping[str, Any]:
         """Return the body of the response to a request that failed."""
-        message, field = message_and_field(error, _NAMES)
+        message, field = message_and_field(error, _FIELD_NAMES)
         if isinstance(error, UnknownAdapter):
             message = self._completer.unknown_model_message
         if isinstance(error, PromptTooLong):  # agents search for these words, and then shorten the conversation
@@ -107,11 +107,13 @@ class AnthropicApi:
                 options.previous_message_id,
                 prompt.compared_parts(model, len(chat.token_ids)),
             )
-            diagnosis = await completer.encoder.on_thread(request.num_bytes, diagnose)
+            diagnosis = await completer.encoder.run_on_thread(request.num_bytes, diagnose)
         writer = _ResponseWriter(request, chat, model, diagnosis)
-        chunks = await completer.chunks(request, generate, options.stops, chat.shown, chat.ranges)
+        chunks = await completer.chunks(request, generate, options.stops, chat.shown_tags, chat.ranges)
         async with contextlib.aclosing(chunks):
-            return await (writer.stream(chunks) if options.is_streamed else writer.whole(chunks))
+            if options.is_streamed:
+                return await writer.write_stream(chunks)
+            return await writer.write_whole(chunks)
 
 
 class _ResponseWriter:
@@ -131,9 +133,9 @@ class _ResponseWriter:
         self._ranges = chat.ranges
         self._head = {"id": f"msg_{request.request_id}", "type": "message", "role": "assistant", "model": model}
         self._num_tokens = 0
-        self._answer = chat.parts()
+        self._answer = chat.answer_parts()
 
-    async def whole(self, chunks: AsyncGenerator[CompletionChunk, None]) -> web.StreamResponse:
+    async def write_whole(self, chunks: AsyncGenerator[CompletionChunk, None]) -> web.StreamResponse:
         """Return the response after the completion has ended."""
         content: list[dict[str, Any]] = []
         async for chunk in chunks:
@@ -145,27 +147,31 @@ class _ResponseWriter:
                 block["signature"] = _signature(block["thinking"])
         if self._num_tokens and not content:
             content.append({"type": "text", "text": ""})
-        response = chunk.response
+        response = chunk.response  # of the last chunk
         return self._request.json(
             {
                 **self._head,
                 "content": content,
-                **self._end_of(chunk),
+                **self._stop_fields(chunk),
                 "usage": self._usage(response.usage, chunk),
                 "diagnostics": self._diagnostics_object(response.usage),
             }
         )
 
-    async def stream(self, chunks: AsyncGenerator[CompletionChunk, None]) -> web.StreamResponse:
+    async def write_stream(self, chunks: AsyncGenerator[CompletionChunk, None]) -> web.StreamResponse:
         """Send events as text is generated, and return the response."""
-        events = self._request.events(lambda body: events.send(body, "error"))
+
+        async def send_error(body: Mapping[str, Any]) -> None:
+            await events.send(body, "error")
+
+        events = self._request.events(send_error)
         blocks = _Blocks(events)
         async for chunk in chunks:
             if not events.has_begun:
-                nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+                unfinished: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
                 usage = chunk.response.usage
-                begun = {"usage": self._usage(usage, None), "diagnostics": self._diagnostics_object(usage)}
-                await blocks.send("message_start", message={**self._head, **nothing, **begun})
+                prompt_fields = {"usage": self._usage(usage, None), "diagnostics": self._diagnostics_object(usage)}
+                await blocks.send("message_start", message={**self._head, **unfinished, **prompt_fields})
             self._num_tokens += len(chunk.response.token_ids)
             for part in self._answer.put(chunk.text, is_last=chunk.is_last):
                 if isinstance(part, ToolCall):
@@ -175,7 +181,9 @@ class _ResponseWriter:
                 else:
                     await blocks.add_text(part)
         await blocks.end()
-        await blocks.send("message_delta", delta=self._end_of(chunk), usage=self._usage(chunk.response.usage, chunk))
+        await blocks.send(
+            "message_delta", delta=self._stop_fields(chunk), usage=self._usage(chunk.response.usage, chunk)
+        )
         await blocks.send("message_stop")
         return await events.end()
 
@@ -185,11 +193,18 @@ class _ResponseWriter:
             return None
         return {"cache_miss_reason": self._diagnosis.reason(usage.cached_tokens)}
 
-    def _end_of(self, chunk: CompletionChunk) -> dict[str, Any]:
+    def _stop_fields(self, chunk: CompletionChunk) -> dict[str, Any]:
         """Return `stop_reason` and `stop_sequence`, which say why the completion ended."""
-        matched = chunk.response.matched_stop or None
-        reason = "stop_sequence" if matched else "tool_use" if self._answer.num_calls else "end_turn"
-        return {"stop_reason": "max_tokens" if chunk.has_reached_length else reason, "stop_sequence": matched}
+        matched_stop = chunk.response.matched_stop or None
+        if chunk.has_reached_length:
+            reason = "max_tokens"
+        elif matched_stop:
+            reason = "stop_sequence"
+        elif self._answer.num_calls:
+            reason = "tool_use"
+        else:
+            reason = "end_turn"
+        return {"stop_reason": reason, "stop_sequence": matched_stop}
 
     def _usage(self, usage: Usage, last: CompletionChunk | None) -> dict[str, Any]:
         """Return the usage, whose input tokens add up to the prompt.
@@ -206,16 +221,15 @@ class _ResponseWriter:
         """
         cached = usage.cached_tokens
         created = max(0, self._ranges[-1].num_tokens - cached) if self._ranges else 0
-        for_an_hour = max(
-            (max(0, each.num_tokens - cached) for each in self._ranges if each.ttl_s == _HOUR_S), default=0
-        )
+        hour_ends = [each.num_tokens for each in self._ranges if each.ttl_s == _HOUR_S]
+        created_for_an_hour = max(0, max(hour_ends, default=0) - cached)
         counts = {
             "input_tokens": usage.prompt_tokens - cached - created,
             "cache_creation_input_tokens": created,
             "cache_read_input_tokens": cached,
             "cache_creation": {
-                "ephemeral_5m_input_tokens": created - for_an_hour,
-                "ephemeral_1h_input_tokens": for_an_hour,
+                "ephemeral_5m_input_tokens": created - created_for_an_hour,
+                "ephemeral_1h_input_tokens": created_for_an_hour,
             },
             "output_tokens": self._num_tokens,
             "service_tier": "standard",
@@ -233,7 +247,7 @@ class _Blocks:
     def __init__(self, events: EventStream) -> None:
         self._events = events
         self._index = -1
-        self._kind = ""  # of the block of text that is open: `text` or `thinking`
+        self._open_kind = ""  # of the block of text that is open: `text` or `thinking`
         self._thinking: list[str] = []
 
     async def send(self, kind: str, **fields: Any) -> None:
@@ -242,9 +256,9 @@ class _Blocks:
 
     async def add_text(self, text: str, kind: str = "text") -> None:
         """Send text or reasoning, in the last block if it is of this kind, or else in a new one."""
-        if self._kind != kind:
+        if self._open_kind != kind:
             await self.end()
-            self._kind = kind
+            self._open_kind = kind
             await self._begin({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
         if kind == "thinking":
             self._thinking.append(text)
@@ -260,7 +274,7 @@ class _Blocks:
 
     async def end(self) -> None:
         """End the last block if it is text or reasoning."""
-        kind, self._kind = self._kind, ""
+        kind, self._open_kind = self._open_kind, ""
         if kind == "thinking":
             await self._delta({"type": "signature_delta", "signature": _signature("".join(self._thinking))})
         if kind:

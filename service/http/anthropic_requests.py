@@ -10,7 +10,7 @@ from typing import Any
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.breakpoints import Breakpoint
-from radixkv.service.http.cache_diagnostics import Prompt
+from radixkv.service.http.cache_diagnostics import PromptParts
 from radixkv.service.http.documents import read_document
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.sessions import read_session, session_of_user
@@ -22,7 +22,7 @@ from radixkv.v1.prefill_pb2 import GenerateRequest
 MAX_BREAKPOINTS = 4
 
 _MAX_INT32 = 2**31 - 1
-_BUDGET = "thinking_budget"  # a variable of chat templates
+_BUDGET_VARIABLE = "thinking_budget"  # a variable of chat templates
 _TTL_S = {"5m": 300, "1h": 3600}
 
 
@@ -70,19 +70,21 @@ class MessagesPrompt:
     def _variables(self, tokenizer: Tokenizer, form: AnswerFormat) -> dict[str, Any]:
         """Return the template variables for reasoning. As in Anthropic's API, it is off unless it is requested."""
         budget = self.thinking_budget if self.has_thinking else 0
-        has_budget = budget is not None and tokenizer.has_template_variable(_BUDGET)
-        variables = {_BUDGET: budget} if has_budget else {}
+        has_budget = budget is not None and tokenizer.has_template_variable(_BUDGET_VARIABLE)
+        variables = {_BUDGET_VARIABLE: budget} if has_budget else {}
         switch = reasoning_switch(tokenizer)
         if switch is not None:
             return {**variables, switch: bool(self.has_thinking)}
         if has_budget:
             return variables
         if self.has_thinking is not None and self.has_thinking != (form.reasoning is not None):
-            always = "never" if form.reasoning is None else "always"
-            raise InvalidRequest(f"thinking.type: this model {always} reasons, since its chat template has no switch")
+            how_often = "never" if form.reasoning is None else "always"
+            raise InvalidRequest(
+                f"thinking.type: this model {how_often} reasons, since its chat template has no switch"
+            )
         return {}
 
-    def compared_parts(self, model: str, num_tokens: int) -> Prompt:
+    def compared_parts(self, model: str, num_tokens: int) -> PromptParts:
         """Return the parts of the prompt that are compared with the parts of an earlier prompt.
 
         Args:
@@ -90,11 +92,12 @@ class MessagesPrompt:
             num_tokens: tokens of the prompt.
         """
         has_system = self.messages[0]["role"] == "system"
-        return Prompt(
+        conversation = self.messages[1:] if has_system else self.messages
+        return PromptParts(
             model,
             self.messages[0]["content"] if has_system else None,
             self.tools.definitions,
-            self.messages[has_system:],
+            conversation,
             self.documents,
             num_tokens,
         )
@@ -194,18 +197,19 @@ def _read_prompt(fields: Fields) -> MessagesPrompt:
             raise InvalidRequest(f"{place}.role: expected user or assistant, got nothing")
         _add_message(messages, breakpoints, documents, role, message.any("content"), f"{place}.content")
         message.require_no_others()
-    for added in messages:
-        added["content"] = added["content"] or (None if added["role"] == "assistant" else "")
+    for chat_message in messages:
+        if not chat_message["content"]:
+            chat_message["content"] = None if chat_message["role"] == "assistant" else ""
     if not messages or messages[-1]["role"] == "assistant":
         raise InvalidRequest(
             "messages: expected the last message to be from the user, since answers are not continued, got another one"
         )
-    automatic = fields.any("cache_control")
-    if automatic is not None:
-        last = len(messages), len(messages[-1]["content"] or ())
-        ttl_s = _ttl_s(automatic, "cache_control")
-        if last not in {(each.num_messages, each.num_parts) for each in breakpoints}:
-            breakpoints.append(Breakpoint(*last, ttl_s))
+    automatic_control = fields.any("cache_control")
+    if automatic_control is not None:
+        end_position = len(messages), len(messages[-1]["content"] or ())
+        ttl_s = _ttl_s(automatic_control, "cache_control")
+        if end_position not in {(each.num_messages, each.num_parts) for each in breakpoints}:
+            breakpoints.append(Breakpoint(*end_position, ttl_s))
     if len(breakpoints) > MAX_BREAKPOINTS:
         raise InvalidRequest(f"cache_control: expected at most {MAX_BREAKPOINTS} breakpoints, got {len(breakpoints)}")
     if [each.ttl_s for each in breakpoints] != sorted((each.ttl_s for each in breakpoints), reverse=True):
@@ -235,8 +239,9 @@ def _read_tools(fields: Fields, breakpoints: list[Breakpoint]) -> Tools:
         tool.require_neutral("only the client runs tools", allowed_callers=(["direct"],))
         tool.require_neutral("describe them in the description", input_examples=([],))
         tool.require_no_others()
-        kept = {name: value for name, value in function.items() if value is not None}
-        definitions.append({"type": "function", "function": kept})
+        function = {name: value for name, value in function.items() if value is not None}
+        definitions.append({"type": "function", "function": function})
+
     choice = fields.inner("tool_choice")
     kind = "auto" if choice is None else choice.one_of("type", ("auto", "any", "tool", "none"), "auto")
     is_parallel = choice is None or not choice.flag("disable_parallel_tool_use")
@@ -247,6 +252,8 @@ def _read_tools(fields: Fields, breakpoints: list[Breakpoint]) -> Tools:
             raise InvalidRequest("tool_choice.name: expected the name of a tool, got nothing")
     if choice is not None:
         choice.require_no_others()
+
+    # `Tools` calls both `required`; for a single tool, `forced` names it.
     kind = {"any": "required", "tool": "required"}.get(kind, kind)
     if not definitions:
         if kind == "required":
@@ -275,19 +282,21 @@ def _add_message(
         block = Fields.of(value, f"{place}[{index}]")
         kind = block.text("type", "") or ""
         if kind == "text":
-            _message_of(messages, role)["content"].append(_text_part(block, f"{place}[{index}]"))
+            _last_or_new_message(messages, role)["content"].append(_text_part(block, f"{place}[{index}]"))
         elif kind == "tool_use" and role == "assistant":
-            _message_of(messages, role).setdefault("tool_calls", []).append(_tool_call(block, f"{place}[{index}]"))
+            _last_or_new_message(messages, role).setdefault("tool_calls", []).append(
+                _tool_call(block, f"{place}[{index}]")
+            )
         elif kind == "tool_result" and role == "user":
             messages.append(_tool_result(block, f"{place}[{index}]"))
         elif kind == "document" and role == "user":
-            _message_of(messages, role)
+            _last_or_new_message(messages, role)
             documents.append(read_document(block))
         elif kind in ("thinking", "redacted_thinking") and role == "assistant":
             block.ignore("signature", "data")  # templates write earlier reasoning if the model needs it
             thinking = block.text("thinking", "")
             if thinking:
-                message = _message_of(messages, role)
+                message = _last_or_new_message(messages, role)
                 message["reasoning_content"] = message.get("reasoning_content", "") + thinking
             continue
         else:
@@ -303,8 +312,8 @@ def _add_message(
         block.require_no_others()
 
 
-def _message_of(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
-    """Return the last message if it has this role, or else a new one."""
+def _last_or_new_message(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
+    """Return the last message if it has this role; otherwise append a new one, and return it."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role, "content": []})
     return messages[-1]
@@ -372,14 +381,14 @@ def _read_output_format(fields: Fields, generate: GenerateRequest) -> None:
     config = fields.inner("output_config")
     if config is None:
         return
-    form = config.inner("format")
+    output_format = config.inner("format")
     config.require_neutral("this server does not control the effort", effort="high")
     config.require_no_others()
-    if form is None:
+    if output_format is None:
         return
-    form.one_of("type", ("json_schema",), "json_schema")
-    schema = form.any("schema")
+    output_format.one_of("type", ("json_schema",), "json_schema")
+    schema = output_format.any("schema")
     if not isinstance(schema, dict):
         raise InvalidRequest("output_config.format.schema: expected a JSON schema, got another value")
     generate.json_schema = json.dumps(schema)
-    form.require_no_others()
+    output_format.require_no_others()

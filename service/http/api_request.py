@@ -57,6 +57,7 @@ class ApiRequest:
         call: the argument `call`.
         num_bytes: size of the body.
         request_id: from the header `x-request-id`, or random; after `hold`, that of the held request if it has one.
+        held: the request with which `hold` was called; None before.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ApiRequest:
     ) -> None:
         self.call = call
         self.num_bytes = num_bytes
+        self.held: GenerateRequest | None = None
         self.request_id = self._header(REQUEST_ID_HEADER) or new_request_id()
         self._error_body = error_body
         self._request = request
@@ -83,7 +85,7 @@ class ApiRequest:
         self._send_error: SendError | None = None
 
     def hold(self, generate: GenerateRequest) -> str:
-        """Set the tenant, the session and the id of a request, and charge it to the tenant. Returns the tenant.
+        """Set the tenant, the session and the id of a request, and charge its bytes to the tenant. Returns the tenant.
 
         The credential determines the tenant; a credential for several tenants requires the header `radixkv-tenant`.
 
@@ -93,9 +95,9 @@ class ApiRequest:
             QueueFull: the requests of the tenant hold too many bytes.
         """
         generate.prefill.tenant = self._header(TENANT_HEADER)
-        generate.prefill.session_id = generate.prefill.session_id or next(
-            filter(None, map(self._header, SESSION_HEADERS)), ""
-        )
+        if not generate.prefill.session_id:
+            sessions = map(self._header, SESSION_HEADERS)
+            generate.prefill.session_id = next(filter(None, sessions), "")
         if not generate.prefill.request_id:
             generate.prefill.request_id = self.request_id
         if not generate.prefill.request_id.isprintable():  # it becomes a header of the response
@@ -106,6 +108,7 @@ class ApiRequest:
         except RadixKVError as error:
             self._count_refusal(error)
             raise
+        self.held = generate
         return str(generate.prefill.tenant)
 
     def _header(self, name: str) -> str:

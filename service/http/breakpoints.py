@@ -66,26 +66,28 @@ def retained_ranges(
         token_ids: token ids of the conversation.
         encode: see `Encode`.
     """
-    ranges = (RetainedRange(_num_tokens(each, messages, token_ids, encode), each.ttl_s) for each in breakpoints)
+    ranges = (RetainedRange(_num_tokens_before(each, messages, token_ids, encode), each.ttl_s) for each in breakpoints)
     return [each for each in ranges if each.num_tokens]
 
 
-def _num_tokens(
-    place: Breakpoint, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int], encode: Encode
+def _num_tokens_before(
+    end_point: Breakpoint, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int], encode: Encode
 ) -> int:
     """Return how many tokens the prompt has in common with a conversation that ends at a breakpoint.
 
     A template may require a user message, so one is added if only instructions precede the breakpoint.
     """
-    shortened = list(messages[: place.num_messages])
-    if shortened and place.num_parts < len(shortened[-1]["content"] or ()):
-        kept = {name: value for name, value in shortened[-1].items() if name != "tool_calls"}
-        shortened[-1] = {**kept, "content": shortened[-1]["content"][: place.num_parts]}
+    shortened = list(messages[: end_point.num_messages])
+    if shortened and end_point.num_parts < len(shortened[-1]["content"] or ()):
+        other_fields = {name: value for name, value in shortened[-1].items() if name != "tool_calls"}
+        shortened[-1] = {**other_fields, "content": shortened[-1]["content"][: end_point.num_parts]}
     if all(message["role"] in _INSTRUCTIONS for message in shortened):
         shortened.append({"role": "user", "content": "."})
-    ids = encode(shortened)
-    pairs = enumerate(zip(token_ids, ids, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(token_ids), len(ids)))
+    shortened_ids = encode(shortened)
+    for index, (prompt_id, shortened_id) in enumerate(zip(token_ids, shortened_ids, strict=False)):
+        if prompt_id != shortened_id:
+            return index
+    return min(len(token_ids), len(shortened_ids))
 
 
 async def retained_chunks(
@@ -98,8 +100,7 @@ async def retained_chunks(
     """Yield the chunks of a completion, and retain ranges of its prompt.
 
     The request itself carries one retention, that of the longest range. Shorter ranges with a longer time are retained
-    before the first chunk is yielded, because the prompt is cached when the first token of
-    the completion is known.
+    before the first chunk is yielded, because the prompt is cached when the first token of the completion is known.
 
     Args:
         chunks: chunks of the completion, which starts when the first one is requested.
@@ -108,21 +109,21 @@ async def retained_chunks(
         retain: retains a range.
         call: the HTTP request.
     """
-    others = _request_retention(prefill, ranges)
+    longer_lasting = _request_retention(prefill, ranges)
     async with contextlib.aclosing(chunks):
         async for chunk in chunks:
-            for each in others:
+            for each in longer_lasting:
                 await retain(_retain_request(each, prefill), call)
-            others = []
+            longer_lasting = []
             yield chunk
 
 
 def _request_retention(prefill: PrefillRequest, ranges: Sequence[RetainedRange]) -> list[RetainedRange]:
     """Request the retention of the longest range. Returns the other ranges that are to be retained for longer."""
-    whole_s = prefill.retention.ttl.seconds
-    whole = [RetainedRange(len(prefill.token_ids), whole_s)] if whole_s else []
+    whole_ttl_s = prefill.retention.ttl.seconds
+    whole_prompt = [RetainedRange(len(prefill.token_ids), whole_ttl_s)] if whole_ttl_s else []
     lasting: list[RetainedRange] = []
-    for each in reversed([*ranges, *whole]):
+    for each in reversed([*ranges, *whole_prompt]):
         if not lasting or each.ttl_s > lasting[-1].ttl_s:
             lasting.append(each)
     if not lasting:
@@ -134,13 +135,13 @@ def _request_retention(prefill: PrefillRequest, ranges: Sequence[RetainedRange])
     return lasting[1:]
 
 
-def _retain_request(cached: RetainedRange, prefill: PrefillRequest) -> RetainRequest:
+def _retain_request(retained: RetainedRange, prefill: PrefillRequest) -> RetainRequest:
     request = RetainRequest(
-        token_ids=prefill.token_ids[: cached.num_tokens],
+        token_ids=prefill.token_ids[: retained.num_tokens],
         tenant=prefill.tenant,
         adapter=prefill.adapter,
         salt=prefill.salt,
     )
-    request.retention.priority, request.retention.ttl.seconds = RETENTION_PRIORITY, cached.ttl_s
+    request.retention.priority, request.retention.ttl.seconds = RETENTION_PRIORITY, retained.ttl_s
     request.retention.renew = True
     return request

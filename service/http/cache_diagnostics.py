@@ -14,7 +14,7 @@ _MAX_PROMPTS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptParts:
     """The parts of a prompt.
 
     Attributes:
@@ -33,9 +33,9 @@ class Prompt:
     documents: Sequence[Any]
     num_tokens: int
 
-    def digest_of_messages(self, number: int) -> bytes:
+    def digest_of_messages(self, num_messages: int) -> bytes:
         """Return a digest of the documents and the first messages."""
-        return _digest([self.documents, self.messages[:number]])
+        return _digest([self.documents, self.messages[:num_messages]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,10 @@ class CacheDiagnostics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], _PromptDigests] = OrderedDict()
+        self._digests_by_message: OrderedDict[tuple[str, str], _PromptDigests] = OrderedDict()
 
     def diagnose(
-        self, tenant: str, message_id: str, previous_id: str | None, prompt: Prompt
+        self, tenant: str, message_id: str, previous_id: str | None, prompt: PromptParts
     ) -> PromptDifference | None:
         """Compare a prompt with the previous one, and remember it.
 
@@ -109,10 +109,10 @@ class CacheDiagnostics:
             prompt.num_tokens,
         )
         with self._lock:
-            previous = None if previous_id is None else self._known.get((tenant, previous_id))
-            self._known[tenant, message_id] = digests
-            if len(self._known) > _MAX_PROMPTS:
-                self._known.popitem(last=False)
+            previous = None if previous_id is None else self._digests_by_message.get((tenant, previous_id))
+            self._digests_by_message[tenant, message_id] = digests
+            if len(self._digests_by_message) > _MAX_PROMPTS:
+                self._digests_by_message.popitem(last=False)
         if previous_id is None:
             return None
         if previous is None:

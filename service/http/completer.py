@@ -83,7 +83,7 @@ class Completer:
         request: ApiRequest,
         generate: GenerateRequest,
         stops: Sequence[str],
-        shown: Mapping[int, str],
+        shown_tags: Mapping[int, str],
         ranges: Sequence[RetainedRange],
     ) -> AsyncGenerator[CompletionChunk, None]:
         """Return the chunks of the completions of a prompt, which start when the first one is requested.
@@ -92,11 +92,11 @@ class Completer:
             request: the HTTP request.
             generate: the prompt and the options; see `with_prompt`.
             stops: stop strings.
-            shown: texts of special tokens that are a part of the text, by their ids.
+            shown_tags: texts of special tokens that are a part of the text, by their ids.
             ranges: the ranges of the prompt to retain, shortest first.
         """
         tokenizer = await self.encoder.tokenizer()
-        chunks = text_chunks(self._servicer, generate, request.call, tokenizer, stops, shown)
+        chunks = text_chunks(self._servicer, generate, request.call, tokenizer, stops, shown_tags)
         return retained_chunks(chunks, ranges, generate.prefill, self._retain, request.call)
 
     async def require_model(self, request: ApiRequest, model: str, token_id: int, tenant: str) -> None:

@@ -95,7 +95,7 @@ async def text_chunks(
     call: Context,
     tokenizer: Tokenizer,
     stops: Sequence[str],
-    shown: Mapping[int, str],
+    shown_tags: Mapping[int, str],
 ) -> AsyncGenerator[CompletionChunk, None]:
     """Generate the completions of a prompt, and yield their text as it is generated.
 
@@ -109,31 +109,33 @@ async def text_chunks(
         call: the HTTP request.
         tokenizer: tokenizer of the model.
         stops: stop strings.
-        shown: texts of special tokens that are a part of the text, by their ids.
+        shown_tags: texts of special tokens that are a part of the text, by their ids.
 
     Raises:
         RadixKVError: the request is refused or fails.
     """
     if request.max_new_tokens == 0:
-        cached = await servicer.Prefill(request.prefill, call)
+        prefill_response = await servicer.Prefill(request.prefill, call)
         for index in range(max(1, request.n)):
-            yield CompletionChunk(index, "", _without_tokens(cached, index))
+            yield CompletionChunk(index, "", _without_tokens(prefill_response, index))
         return
     request.stop.extend(stops)
     prompt_ids = request.prefill.token_ids
     answers: dict[int, AnswerText] = {}
     explanation: ExplainResponse | None = None
     # The servicer searches text without special tokens, so it never finds a stop string that contains a special token.
-    # These are not searched here either, so that the text does not end before the generation.
-    stops = tuple(stop for stop in stops if not any(tag in stop for tag in shown.values()))
+    # Such stop strings are not searched for here either, so that the text does not end before the generation.
+    searched_stops = tuple(stop for stop in stops if not any(tag in stop for tag in shown_tags.values()))
     generator = servicer.Generate(request, call)
     assert isinstance(generator, AsyncGenerator)
     async with contextlib.aclosing(generator) as responses:
-        async for each in responses:
-            response = GenerateResponse.FromString(each) if isinstance(each, bytes) else each
+        async for message in responses:
+            response = GenerateResponse.FromString(message) if isinstance(message, bytes) else message
             index = response.index
             if index not in answers:
-                answers[index] = AnswerText(tokenizer.stream(prompt_ids, shown), stops, request.min_tokens)
+                answers[index] = AnswerText(
+                    tokenizer.stream(prompt_ids, shown_tags), searched_stops, request.min_tokens
+                )
             answer = answers[index]
             text = answer.put(response.token_ids)
             if response.HasField("explanation"):
@@ -160,7 +162,7 @@ async def merge_chunks(
     try:
         while num_running:
             position, item = await queue.get()
-            if item is None:
+            if item is None:  # all chunks of a prompt were yielded
                 num_running -= 1
             elif isinstance(item, BaseException):
                 try:
@@ -191,14 +193,14 @@ async def _put_all(
     await queue.put((position, end))
 
 
-def _without_tokens(cached: PrefillResponse, index: int) -> GenerateResponse:
+def _without_tokens(prefill_response: PrefillResponse, index: int) -> GenerateResponse:
     return GenerateResponse(
         index=index,
         finished=True,
         finish_reason=FinishReason.LENGTH,
-        usage=cached.usage,
-        miss_reason=cached.miss_reason,
-        request_id=cached.request_id,
-        hints=() if index else cached.hints,
-        explanation=None if index or not cached.HasField("explanation") else cached.explanation,
+        usage=prefill_response.usage,
+        miss_reason=prefill_response.miss_reason,
+        request_id=prefill_response.request_id,
+        hints=() if index else prefill_response.hints,
+        explanation=None if index or not prefill_response.HasField("explanation") else prefill_response.explanation,
     )

@@ -32,7 +32,7 @@ class Connections:
         # The time at which each idle connection is closed; the connection that was idle for longest is first.
         self._idle: dict[web.RequestHandler, float] = {}
         self._busy: set[web.RequestHandler] = set()
-        self._watch = asyncio.create_task(self._close_idle())
+        self._idle_watch = asyncio.create_task(self._close_idle())
 
     def __len__(self) -> int:
         return len(self._idle) + len(self._busy)
@@ -72,7 +72,7 @@ class Connections:
 
     def stop_watching(self) -> None:
         """Stop closing idle connections."""
-        self._watch.cancel()
+        self._idle_watch.cancel()
 
     async def _close_idle(self) -> None:
         while True:

@@ -23,8 +23,8 @@ def read_file(file: Fields) -> dict[str, Any]:
     file.require_neutral("this server loads no files; send file_data", file_url=())
     title = file.text("filename", "") or ""
     place = file.path_of("file_data")
-    kind, comma, encoded = (file.text("file_data") or "").partition(",")
-    if not (comma and kind.startswith("data:text/") and kind.endswith(";base64")):
+    media_type, comma, encoded = (file.text("file_data") or "").partition(",")
+    if not (comma and media_type.startswith("data:text/") and media_type.endswith(";base64")):
         raise InvalidRequest(
             f"{place}: expected text as data:text/plain;base64,..., since models are served for text only, got "
             "another value"

@@ -45,11 +45,11 @@ class EventStream:
         Raises:
             DeadlinePassed: the client did not read in time; its connection is closed.
         """
-        text = data.encode() if isinstance(data, str) else orjson.dumps(data)
-        line = b"data: %b\n\n" % text if name is None else b"event: %b\ndata: %b\n\n" % (name.encode(), text)
+        payload = data.encode() if isinstance(data, str) else orjson.dumps(data)
+        event = b"data: %b\n\n" % payload if name is None else b"event: %b\ndata: %b\n\n" % (name.encode(), payload)
         async with self._client_timeout():
             writer = await self.response.prepare(self._request)  # sends the headers the first time
-            await self.response.write(line)
+            await self.response.write(event)
             if writer is not None:
                 await writer.drain()  # `write` itself waits only after every 64 KiB
 

@@ -33,19 +33,19 @@ class HttpCall:
         self._request = request
         self._max_body_bytes = max_body_bytes
         headers = [(name.lower(), value) for name, value in request.headers.items()]
-        key = request.headers.get("x-api-key")  # Anthropic's header for a token
-        if key is not None and "authorization" not in request.headers:
-            headers.append(("authorization", f"Bearer {key}"))
+        api_key = request.headers.get("x-api-key")  # Anthropic's header for a token
+        if api_key is not None and "authorization" not in request.headers:
+            headers.append(("authorization", f"Bearer {api_key}"))
         # aiohttp represents bytes that are not UTF-8 as surrogates, which become question marks here.
         self._metadata = tuple((name, value.encode(errors="replace").decode()) for name, value in headers)
 
     def peer(self) -> str:
         """Return the connection as gRPC names it, such as `ipv4:127.0.0.1:50000`."""
         transport = self._request.transport
-        name = None if transport is None else transport.get_extra_info("peername")
-        if not isinstance(name, tuple):
+        address = None if transport is None else transport.get_extra_info("peername")
+        if not isinstance(address, tuple):
             return "unknown"
-        host, port = str(name[0]), name[1]
+        host, port = str(address[0]), address[1]
         return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:

@@ -13,6 +13,7 @@ from radixkv.errors import InvalidRequest
 
 _MAX_HEAD_BYTES = 65_536
 _END_OF_HEAD = b"\r\n\r\n"
+_MAX_PARTIAL_END_BYTES = len(_END_OF_HEAD) - 1
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
     b"content-length: %d\r\n\r\n"
@@ -38,7 +39,7 @@ class HttpConnection(web.RequestHandler):
         options: further arguments of `web.RequestHandler`.
     """
 
-    __slots__ = ("_content", "_end_of_data", "_failure", "_has_head", "_num_head_bytes")
+    __slots__ = ("_content", "_failure", "_has_head", "_last_bytes", "_num_head_bytes")
 
     def __init__(self, server: web.Server, failure: Failure, max_header_bytes: int, **options: Any) -> None:
         super().__init__(
@@ -49,9 +50,9 @@ class HttpConnection(web.RequestHandler):
             **options,
         )
         self._failure = failure
-        self._has_head = False  # all headers of the current request have arrived
+        self._has_head = False  # whether all headers of the current request have arrived
         self._num_head_bytes = 0
-        self._end_of_data = b""
+        self._last_bytes = b""  # the last bytes of the headers so far, with which `_END_OF_HEAD` may begin
         self._content: StreamReader | None = None  # the body of the current request
 
     def note_request(self, content: StreamReader) -> None:
@@ -61,12 +62,16 @@ class HttpConnection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         """Process received data. Answers 431 and closes the connection if the headers of a request are too large."""
         if self._content is not None and self._content.is_eof():
-            self._content, self._has_head, self._num_head_bytes, self._end_of_data = None, False, 0, b""
+            # The previous request has arrived completely, so that these data begin the next one.
+            self._content = None
+            self._has_head = False
+            self._num_head_bytes = 0
+            self._last_bytes = b""
         if not self._has_head:
-            end = (self._end_of_data + data).find(_END_OF_HEAD)
+            end = (self._last_bytes + data).find(_END_OF_HEAD)
             self._has_head = end >= 0
             self._num_head_bytes += end if self._has_head else len(data)
-            self._end_of_data = (self._end_of_data + data)[1 - len(_END_OF_HEAD) :]
+            self._last_bytes = (self._last_bytes + data)[-_MAX_PARTIAL_END_BYTES:]
             if self._num_head_bytes > _MAX_HEAD_BYTES:
                 self._refuse_head()
                 return

@@ -32,7 +32,6 @@ from radixkv.service.http.responses_api import ResponsesApi
 from radixkv.service.server.auth.authorizer import Authorizer
 from radixkv.service.server.auth.revocation import Revocation
 from radixkv.service.server.auth.tls import Tls
-from radixkv.service.server.calls import Context
 from radixkv.service.server.guarded_server import CountRefusal
 from radixkv.service.server.host_check import HostCheck
 from radixkv.service.server.listen_address import bind_error, host_port
@@ -40,7 +39,7 @@ from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.open_files import max_connections
 from radixkv.service.server.page.page import Page
 from radixkv.service.server.receive.grpc_options import max_message_bytes
-from radixkv.service.server.receive.receiver import Receiver
+from radixkv.service.server.receive.receiver import InFlightCall, Receiver
 from radixkv.service.server.servicers.messages import new_request_id
 
 Answer = Callable[[ApiRequest, Fields], Awaitable[web.StreamResponse]]
@@ -51,7 +50,8 @@ _GENERATE = "/radixkv.v1.PrefillService/Generate"
 _DESCRIBE = "/radixkv.v1.ModelService/GetTokenizer"
 _READ_STATE = "/radixkv.v1.CacheService/ListAdapters"
 _BACKLOG = 4096  # the maximum that Linux allows by default
-_ACCEPTED_AT_ONCE = 64
+_MAX_CONNECTING = _BACKLOG  # accepted connections that are being prepared, for example in their TLS handshake
+_ACCEPTED_AT_ONCE = 64  # connections that are accepted before other tasks of the event loop continue
 # The buffer of the system, per connection; Linux would let it grow to megabytes for an unread response.
 _SEND_BUFFER_BYTES = 65_536
 _TLS_HANDSHAKE_S = 10.0
@@ -61,7 +61,7 @@ _ACCEPT_PAUSE_S = 0.1  # after the system refuses to accept a connection
 
 _logger = logging.getLogger(__name__)
 # aiohttp would log a traceback for every malformed request. `HttpPort` logs exceptions of handlers itself.
-_silent = logging.Logger("aiohttp", logging.CRITICAL + 1)
+_silent_logger = logging.Logger("aiohttp", logging.CRITICAL + 1)
 
 
 class HttpPort:
@@ -120,8 +120,8 @@ class HttpPort:
         self._models = Models(limits)
         self._connections = Connections(max_connections(config), config.receive_timeout_s, config.connection_idle_s)
         self._listeners: list[socket.socket] = []
-        self._accepting: list[asyncio.Task[None]] = []
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._accept_tasks: list[asyncio.Task[None]] = []
+        self._connect_tasks: set[asyncio.Task[None]] = set()
         application = web.Application(middlewares=[self._middleware])
         application.add_routes(
             [
@@ -166,7 +166,7 @@ class HttpPort:
         except (OSError, UnicodeError) as error:
             await self.stop()
             raise bind_error("server.http_port", host, port) from error
-        self._accepting = [asyncio.create_task(self._accept(each)) for each in self._listeners]
+        self._accept_tasks = [asyncio.create_task(self._accept(each)) for each in self._listeners]
         self.address = host_port(host, port)
         scheme = "http" if self._tls is None else "https"
         _logger.info("the APIs of OpenAI and Anthropic on %s://%s/v1", scheme, self.address)
@@ -174,7 +174,7 @@ class HttpPort:
 
     async def stop(self) -> None:
         """Close the listening sockets and all connections. Requests that still run are cancelled."""
-        for task in (*self._accepting, *self._connecting):
+        for task in (*self._accept_tasks, *self._connect_tasks):
             task.cancel()
         for listener in self._listeners:
             listener.close()
@@ -186,40 +186,41 @@ class HttpPort:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                accepted, _ = await loop.sock_accept(listener)
-                self._admit(accepted)
+                client_socket, _ = await loop.sock_accept(listener)
+                self._admit(client_socket)
                 for _ in range(_ACCEPTED_AT_ONCE):  # so that a burst does not overflow the backlog
-                    accepted, _ = listener.accept()
-                    self._admit(accepted)
+                    client_socket, _ = listener.accept()
+                    self._admit(client_socket)
             except BlockingIOError:
                 continue
             except OSError as error:
                 _logger.warning("cannot accept an HTTP connection: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
 
-    def _admit(self, accepted: socket.socket) -> None:
-        """Begin to serve an accepted connection, or close it if there are too many."""
-        if len(self._connecting) >= _BACKLOG or not self._connections.make_room():
-            accepted.close()
+    def _admit(self, client_socket: socket.socket) -> None:
+        """Begin to serve an accepted connection, or close it if too many are open or being opened."""
+        if len(self._connect_tasks) >= _MAX_CONNECTING or not self._connections.make_room():
+            client_socket.close()
             return
-        accepted.setblocking(False)
-        task = asyncio.create_task(self._connect(accepted))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        client_socket.setblocking(False)
+        task = asyncio.create_task(self._connect(client_socket))
+        self._connect_tasks.add(task)
+        task.add_done_callback(self._connect_tasks.discard)
 
-    async def _connect(self, accepted: socket.socket) -> None:
+    async def _connect(self, client_socket: socket.socket) -> None:
+        """Begin to serve a connection, after its TLS handshake if the port has TLS."""
         loop = asyncio.get_running_loop()
         try:
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            client_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             if self._tls is None:
-                transport, connection = await loop.connect_accepted_socket(self._new_connection, accepted)
+                transport, connection = await loop.connect_accepted_socket(self._new_connection, client_socket)
             else:
                 transport, connection = await loop.connect_accepted_socket(
-                    self._new_connection, accepted, ssl=self._tls.https(), ssl_handshake_timeout=_TLS_HANDSHAKE_S
+                    self._new_connection, client_socket, ssl=self._tls.https(), ssl_handshake_timeout=_TLS_HANDSHAKE_S
                 )
         except OSError:
-            accepted.close()  # the client disconnected, or does not use TLS
+            client_socket.close()  # the client disconnected, or does not use TLS
             return
         # A write waits until the system has buffered all of it, so that a response counts as unsent until then.
         transport.set_write_buffer_limits(0)
@@ -230,10 +231,10 @@ class HttpPort:
         assert server is not None, "the runner is set up"
         return HttpConnection(
             server,
-            self._failure,
+            self._failure_response,
             _MAX_HEADER_BYTES,
             access_log=None,
-            logger=_silent,
+            logger=_silent_logger,
             keepalive_timeout=self._config.connection_idle_s,
             auto_decompress=False,
         )
@@ -271,7 +272,7 @@ class HttpPort:
                 )
             response = await handler(request)
         except Exception as error:  # noqa: BLE001 - every exception becomes a response
-            response = self._failure(request, error)
+            response = self._failure_response(request, error)
         await self._send(request, response)
         return response
 
@@ -299,34 +300,42 @@ class HttpPort:
                 body = await self._receiver.receive_bytes(in_flight, request.content_length)
                 fields = Fields(await self._encoder.parse(body))
             except RadixKVError as error:
-                self._count(error)
+                self._count_refused(error)
                 raise
             api_request = ApiRequest(
                 request,
                 call,
                 in_flight,
                 self._receiver,
-                self._count,
+                self._count_refused,
                 len(body),
                 self._config.send_timeout_s,
-                lambda error: self._error(request, error),
+                lambda error: self._error_body(request, error),
             )
             try:
-                async with self._revocation(authorization, call):
+                async with self._revocation(in_flight, api_request):
                     return await answer(api_request, fields)
             except Exception as error:  # noqa: BLE001 - every exception becomes a response
                 if not api_request.is_streaming:
-                    return self._failure(request, error, api_request.request_id)
+                    return self._failure_response(request, error, api_request.request_id)
                 return await api_request.end_stream(error)
 
         return handle
 
-    def _revocation(self, authorization: Any, call: Context) -> Revocation:
-        """Return the context that ends a request when its caller is no longer authorized."""
-        identity = authorization.identity
+    def _revocation(self, in_flight: InFlightCall, request: ApiRequest) -> Revocation:
+        """Return the context that ends a request when its caller may no longer make it."""
+        identity = in_flight.authorization.identity
         if identity is None or identity.is_anyone:
             return Revocation(None)
-        return Revocation(lambda: self._authorizer.require_still(authorization, call))
+
+        def require_authorized() -> None:
+            try:
+                self._authorizer.require_still_authorized(in_flight.authorization, in_flight.context, request.held)
+            except RadixKVError as error:
+                self._count_refused(error)
+                raise
+
+        return Revocation(require_authorized)
 
     async def _list_models(self, request: web.Request) -> web.Response:
         self._authorizer.authorize(_DESCRIBE, context_of(request, 0))
@@ -358,7 +367,7 @@ class HttpPort:
         """Answer a probe: 200 while requests are accepted, else 503."""
         return web.Response(status=200 if self._is_healthy() else 503)
 
-    def _failure(self, request: web.BaseRequest, error: Exception, request_id: str = "") -> web.Response:
+    def _failure_response(self, request: web.BaseRequest, error: Exception, request_id: str = "") -> web.Response:
         """Return the response to a request that failed."""
         request_id = request_id or new_request_id()
         headers = {**id_headers(request_id), **retry_headers_of(error)}
@@ -373,18 +382,18 @@ class HttpPort:
                 _logger.error("%s failed", request.path, exc_info=error)
             if status == 401:
                 headers["www-authenticate"] = "Bearer"
-            body = dict(self._error(request, error))
+            body = dict(self._error_body(request, error))
         if is_anthropic_request(request):
             body["request_id"] = request_id
         return web.json_response(body, status=status, headers=headers)
 
-    def _error(self, request: web.BaseRequest, error: BaseException) -> Mapping[str, Any]:
+    def _error_body(self, request: web.BaseRequest, error: BaseException) -> Mapping[str, Any]:
         """Return the body of the response to a failed request, in the form of the API of the request."""
         if is_anthropic_request(request):
             return self._anthropic.error(error)
         body = self._openai.error(request.path, error)
         return {"type": "error", **body} if isinstance(error, NotHttp) else body  # has the fields of both APIs
 
-    def _count(self, refusal: RadixKVError) -> None:
+    def _count_refused(self, refusal: RadixKVError) -> None:
         if self._count_refusal is not None:
             self._count_refusal(refusal)

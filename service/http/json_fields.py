@@ -9,7 +9,7 @@ from typing import Any
 
 from radixkv.errors import InvalidRequest
 
-_MAX_SHOWN = 80
+_MAX_SHOWN_CHARS = 80
 
 
 class Fields:
@@ -165,7 +165,7 @@ class Fields:
             InvalidRequest: there are some.
         """
         for name in self._unread:  # the message names the first one
-            raise InvalidRequest(f"{self.path_of(str(name))[:_MAX_SHOWN]}: this server does not know the field")
+            raise InvalidRequest(f"{self.path_of(str(name))[:_MAX_SHOWN_CHARS]}: this server does not know the field")
 
     def _check(self, name: str, default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
         value = self.any(name)
@@ -192,4 +192,4 @@ def _shown(value: object) -> str:
         return "a list"
     if isinstance(value, dict):
         return "an object"
-    return json.dumps(value)[:_MAX_SHOWN]
+    return json.dumps(value)[:_MAX_SHOWN_CHARS]

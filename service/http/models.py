@@ -9,7 +9,7 @@ from typing import Any
 from radixkv.api.limits import Limits
 from radixkv.errors import InvalidRequest
 
-_MAX_PAGE = 1000
+_MAX_PAGE_SIZE = 1000
 
 
 class Models:
@@ -52,12 +52,13 @@ class Models:
             InvalidRequest: the parameter `limit` is not a number of models.
         """
         limit = query.get("limit", "20")
-        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:5]) <= _MAX_PAGE):
-            raise InvalidRequest(f"limit: expected an integer from 1 to {_MAX_PAGE}, got another value")
+        # Five digits suffice to see that a number exceeds the maximum.
+        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:5]) <= _MAX_PAGE_SIZE):
+            raise InvalidRequest(f"limit: expected an integer from 1 to {_MAX_PAGE_SIZE}, got another value")
         is_beyond = self.name in (query.get("after_id"), query.get("before_id"))
         data = [] if is_beyond else [self.anthropic_model()]
-        ends = self.name if data else None
-        return {"data": data, "has_more": False, "first_id": ends, "last_id": ends}
+        first_and_last_id = self.name if data else None
+        return {"data": data, "has_more": False, "first_id": first_and_last_id, "last_id": first_and_last_id}
 
     def anthropic_model(self) -> dict[str, Any]:
         """Return the model in Anthropic's form."""

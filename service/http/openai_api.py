@@ -32,18 +32,18 @@ from radixkv.service.http.openai_responses import (
     finish_reason,
     usage_object,
 )
-from radixkv.service.http.responses_api import NAMES as RESPONSE_NAMES
+from radixkv.service.http.responses_api import NAMES as RESPONSE_FIELD_NAMES
 from radixkv.service.http.tools import EncodedChat
-from radixkv.service.server.servicers.response_writer import runs
+from radixkv.service.server.servicers.response_writer import row_slices
 from radixkv.service.text.answer_format import AnswerPart, AnswerParts, Reasoning
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.text.tool_calls import ToolCall
 from radixkv.v1.prefill_pb2 import GenerateRequest, TokenLogprobs, Usage
 
 # The names of fields in OpenAI's API, by their names in messages of this server.
-_NAMES = {"adapter": "model", "salt": "cache_salt", "json_schema": "response_format"}
-_CHAT_NAMES = {**_NAMES, **prompt_field_names("messages", "max_completion_tokens")}
-_COMPLETION_NAMES = {**_NAMES, **prompt_field_names("prompt", "max_tokens")}
+_FIELD_NAMES = {"adapter": "model", "salt": "cache_salt", "json_schema": "response_format"}
+_CHAT_FIELD_NAMES = {**_FIELD_NAMES, **prompt_field_names("messages", "max_completion_tokens")}
+_COMPLETION_FIELD_NAMES = {**_FIELD_NAMES, **prompt_field_names("prompt", "max_tokens")}
 
 
 class OpenAIApi:
@@ -61,8 +61,8 @@ class OpenAIApi:
         if isinstance(error, UnknownAdapter):
             message = self._completer.unknown_model_message
             return error_object(message, 404, "model", "model_not_found")
-        names = {"/v1/chat/completions": _CHAT_NAMES, "/v1/responses": RESPONSE_NAMES}
-        return error_body(error, names.get(path, _COMPLETION_NAMES))
+        names = {"/v1/chat/completions": _CHAT_FIELD_NAMES, "/v1/responses": RESPONSE_FIELD_NAMES}
+        return error_body(error, names.get(path, _COMPLETION_FIELD_NAMES))
 
     async def chat_completions(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
         """Answer `POST /v1/chat/completions`."""
@@ -77,31 +77,33 @@ class OpenAIApi:
         """Answer `POST /v1/completions`."""
         prompts, options = read_completion(fields)
         tenant = request.hold(options.generate)
-        generates = []
+        requests = []
         for prompt in prompts:
             encode = partial(_encode_prompt, prompt, self._completer.limits)
             token_ids = await self._completer.encoder.encode(request.num_bytes, "prompt", encode)
             generate = GenerateRequest()
             generate.CopyFrom(options.generate)
-            generates.append(self._completer.with_prompt(generate, token_ids, options.model, tenant))
-        return await self._answer(request, options, _CompletionFormat(), generates)
+            requests.append(self._completer.with_prompt(generate, token_ids, options.model, tenant))
+        return await self._answer(request, options, _CompletionFormat(), requests)
 
     async def _answer(
         self,
         request: ApiRequest,
         options: CompletionOptions,
         body_format: _ChatFormat,
-        generates: Sequence[GenerateRequest],
+        requests: Sequence[GenerateRequest],
         ranges: Sequence[RetainedRange] = (),
     ) -> web.StreamResponse:
         completer = self._completer
         tokenizer = await completer.encoder.tokenizer()
         writer = _ResponseWriter(request, options, tokenizer, body_format, options.model or completer.limits.model)
         streams = [
-            await completer.chunks(request, each, options.stops, body_format.shown, ranges) for each in generates
+            await completer.chunks(request, each, options.stops, body_format.shown_tags, ranges) for each in requests
         ]
         async with contextlib.aclosing(merge_chunks(streams)) as chunks:
-            return await (writer.stream(chunks) if options.is_streamed else writer.whole(chunks, len(streams)))
+            if options.is_streamed:
+                return await writer.write_stream(chunks)
+            return await writer.write_whole(chunks, len(streams))
 
 
 def _encode_prompt(prompt: str | list[Any], limits: Limits, tokenizer: Tokenizer) -> list[int]:
@@ -122,7 +124,7 @@ class _Choice:
     parts: list[AnswerPart] = field(default_factory=list)
     num_tokens: int = 0
     num_chars: int = 0  # characters of the tokens whose log probabilities were streamed
-    rows: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    rows: list[tuple[int, TokenLogprobs]] = field(default_factory=list)  # token ids with their log probabilities
     finish_reason: str | None = None
 
 
@@ -132,14 +134,14 @@ class _ChatFormat:
     Attributes:
         object, chunk_object: the type of a whole response, and the type of a chunk of a streamed one.
         id_prefix: the beginning of the id of a response.
-        shown: texts of special tokens that are a part of the text, by their ids.
+        shown_tags: texts of special tokens that are a part of the text, by their ids.
         num_reasoning_tokens: tokens of reasoning so far, in all completions; None if the model does not reason.
     """
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
-    shown: Mapping[int, str] = {}
+    shown_tags: Mapping[int, str] = {}
     num_reasoning_tokens: int | None = None
 
     def parts(self, index: int, chunk: CompletionChunk) -> list[AnswerPart]:
@@ -158,7 +160,9 @@ class _ChatFormat:
     def delta(self, parts: Sequence[AnswerPart], *, is_first: bool) -> dict[str, Any]:
         """Return the new text of a completion in a chunk."""
         text = _text_of(parts)
-        return {"role": "assistant", "content": text} if is_first else {"content": text} if text else {}
+        if is_first:
+            return {"role": "assistant", "content": text}
+        return {"content": text} if text else {}
 
     def chunk_choice(
         self, index: int, parts: Sequence[AnswerPart], logprobs: Any, reason: str | None, *, is_first: bool
@@ -181,7 +185,7 @@ class _PartsChatFormat(_ChatFormat):
     """
 
     def __init__(self, chat: EncodedChat, has_reasoning: bool) -> None:
-        self.shown = chat.shown
+        self.shown_tags = chat.shown_tags
         self.num_reasoning_tokens = None if chat.form.reasoning is None else 0
         self._chat = chat
         self._has_reasoning = has_reasoning
@@ -191,7 +195,7 @@ class _PartsChatFormat(_ChatFormat):
     def parts(self, index: int, chunk: CompletionChunk) -> list[AnswerPart]:
         """Return the new parts of a completion."""
         if index not in self._answers:
-            self._answers[index] = self._chat.parts()
+            self._answers[index] = self._chat.answer_parts()
         answer = self._answers[index]
         was_reasoning = answer.is_reasoning
         parts = answer.put(chunk.text, is_last=chunk.is_last)
@@ -210,7 +214,7 @@ class _PartsChatFormat(_ChatFormat):
             "index": index,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": self._reason(index, choice.finish_reason),
+            "finish_reason": self._finish_reason(index, choice.finish_reason),
         }
 
     def delta(self, parts: Sequence[AnswerPart], *, is_first: bool) -> dict[str, Any]:
@@ -229,16 +233,17 @@ class _PartsChatFormat(_ChatFormat):
         calls = self._calls(index, parts)
         if calls:
             delta["tool_calls"] = calls
-        reason = self._reason(index, reason)
+        reason = self._finish_reason(index, reason)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def _calls(self, index: int, parts: Sequence[AnswerPart]) -> list[dict[str, Any]]:
+        """Return the calls among new parts of a completion, and count them."""
         calls = [each for each in parts if isinstance(each, ToolCall)]
-        first = self._num_calls[index]
+        first_index = self._num_calls[index]
         self._num_calls[index] += len(calls)
-        return [_call_object(call, first + position) for position, call in enumerate(calls)]
+        return [_call_object(call, call_index) for call_index, call in enumerate(calls, start=first_index)]
 
-    def _reason(self, index: int, reason: str | None) -> str | None:
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
         return "tool_calls" if reason == "stop" and self._num_calls[index] else reason
 
 
@@ -316,15 +321,15 @@ class _ResponseWriter:
         self._has_logprobs = options.generate.HasField("logprobs")
         self._choices: dict[int, _Choice] = {}
         self._usages: dict[int, tuple[Usage, str | None]] = {}  # by prompt
-        # Added to the usage: of several prompts, the additions of the one whose first completion ended last.
+        # What this server adds to the usage: of several prompts, only for the one whose first completion ended last.
         self._additions: dict[str, Any] = {}
 
-    async def whole(
+    async def write_whole(
         self, chunks: AsyncGenerator[tuple[int, CompletionChunk], None], num_prompts: int
     ) -> web.StreamResponse:
         """Return the response after all completions have ended."""
-        async for position, chunk in chunks:
-            index, choice = self._add(position, chunk)
+        async for prompt_index, chunk in chunks:
+            index, choice = self._add_counts(prompt_index, chunk)
             choice.parts += self._format.parts(index, chunk)
             if self._has_logprobs:
                 choice.rows += zip(chunk.response.token_ids, chunk.response.logprobs, strict=False)
@@ -337,32 +342,37 @@ class _ResponseWriter:
             {**self._head, "object": self._format.object, "choices": choices, "usage": self._usage()}
         )
 
-    async def stream(self, chunks: AsyncGenerator[tuple[int, CompletionChunk], None]) -> web.StreamResponse:
+    async def write_stream(self, chunks: AsyncGenerator[tuple[int, CompletionChunk], None]) -> web.StreamResponse:
         """Send chunks as they are generated, and return the response."""
         events = self._request.events()
-        async for position, chunk in chunks:
-            index, choice = self._add(position, chunk)
+        async for prompt_index, chunk in chunks:
+            index, choice = self._add_counts(prompt_index, chunk)
             rows = list(zip(chunk.response.token_ids, chunk.response.logprobs, strict=False))
             is_first = choice.num_tokens == len(chunk.response.token_ids)
             parts = self._format.parts(index, chunk)
             if not (parts or chunk.is_last or is_first or rows):
                 continue  # the text is held back: a part of a character, or of a possible stop string or call
-            *earlier, rows = [rows[run] for run in runs(chunk.response.logprobs)] or [[]]
-            for each in earlier:  # the client reads slowly, so many tokens are sent at once
-                logprobs = self._logprobs(choice, each)
-                first = self._format.chunk_choice(index, [], logprobs, None, is_first=is_first)
-                await events.send(self._chunk([first]))
-                await asyncio.sleep(0)  # so that other calls do not wait for all of them
+
+            # If the client reads slowly, many tokens are sent together, and their log probabilities in several chunks.
+            # The last of these chunks also has the text.
+            row_groups = [rows[row_slice] for row_slice in row_slices(chunk.response.logprobs)] or [[]]
+            for row_group in row_groups[:-1]:
+                logprobs = self._logprobs(choice, row_group)
+                chunk_choice = self._format.chunk_choice(index, [], logprobs, None, is_first=is_first)
+                await events.send(self._chunk([chunk_choice]))
+                await asyncio.sleep(0)  # so that other calls do not wait for all of these chunks
                 is_first = False
+
             reasoning: list[AnswerPart] = [each for each in parts if isinstance(each, Reasoning)]
-            others: list[AnswerPart] = [each for each in parts if not isinstance(each, Reasoning)]
-            if reasoning and others:  # clients read only one of them in a chunk
-                first = self._format.chunk_choice(index, reasoning, None, None, is_first=is_first)
-                await events.send(self._chunk([first]))
-                parts, is_first = others, False
-            logprobs = self._logprobs(choice, rows)
-            last = self._format.chunk_choice(index, parts, logprobs, choice.finish_reason, is_first=is_first)
-            await events.send(self._chunk([last]))
+            other_parts: list[AnswerPart] = [each for each in parts if not isinstance(each, Reasoning)]
+            if reasoning and other_parts:  # clients read only one of them in a chunk
+                chunk_choice = self._format.chunk_choice(index, reasoning, None, None, is_first=is_first)
+                await events.send(self._chunk([chunk_choice]))
+                parts, is_first = other_parts, False
+
+            logprobs = self._logprobs(choice, row_groups[-1])
+            chunk_choice = self._format.chunk_choice(index, parts, logprobs, choice.finish_reason, is_first=is_first)
+            await events.send(self._chunk([chunk_choice]))
         if self._options.has_usage_chunk:
             await events.send({**self._chunk([]), "usage": self._usage()})
         await events.send("[DONE]")
@@ -380,14 +390,14 @@ class _ResponseWriter:
         chunk = {**self._head, "object": self._format.chunk_object, "choices": choices}
         return {**chunk, "usage": None} if self._options.has_usage_chunk else chunk
 
-    def _add(self, position: int, chunk: CompletionChunk) -> tuple[int, _Choice]:
+    def _add_counts(self, prompt_index: int, chunk: CompletionChunk) -> tuple[int, _Choice]:
         """Add the counts of a chunk to its choice. Returns the index of the choice, and the choice."""
-        index = position * self._num_completions + chunk.index
+        index = prompt_index * self._num_completions + chunk.index
         choice = self._choices.setdefault(index, _Choice())
         choice.num_tokens += len(chunk.response.token_ids)
         choice.finish_reason = finish_reason(chunk)
         if chunk.is_last and chunk.index == 0:
-            self._usages[position] = chunk.response.usage, chunk.miss_reason
+            self._usages[prompt_index] = chunk.response.usage, chunk.miss_reason
             self._additions = chunk.additions
         return index, choice
 

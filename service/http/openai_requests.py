@@ -33,19 +33,19 @@ from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.prefill_pb2 import GenerateRequest
 
 _MAX_INT32 = 2**31 - 1
-_MAX_ID_DIGITS = 10
+_MAX_ID_DIGITS = 10  # of a token id below 2**32
 _MAX_TEMPERATURE = 2.0
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for `/v1/completions`; a chat may use the whole context
 _RETENTION_S = {"in_memory": 0, "in-memory": 0, "24h": 24 * 3600}
 _CACHE_TTL_S = {"30m": 1800, "12h": 12 * 3600}
 _DEFAULT_CACHE_TTL_S = 1800
-_BREAKPOINT = "prompt_cache_breakpoint"
+_BREAKPOINT_FIELD = "prompt_cache_breakpoint"
 _MAX_BREAKPOINTS = 4  # of a request; the implicit one, at the end of the prompt, is one of them
 
-_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")  # of `structured_outputs`
+_CONSTRAINT_FIELDS = ("json", "regex", "choice", "grammar", "json_object")  # of `structured_outputs`
 
 # Fields that do not affect the answer of this server.
-_WITHOUT_EFFECT = (
+_FIELDS_WITHOUT_EFFECT = (
     "user",
     "metadata",
     "safety_identifier",
@@ -189,7 +189,9 @@ def _read_conversation(fields: Fields) -> ChatPrompt:
             raise InvalidRequest(f"messages[{index}].role: expected a role, got nothing or another value")
     _, ttl_s, is_explicit = _read_cache_options(fields)
     parts = _MessageParts(messages, ttl_s or _DEFAULT_CACHE_TTL_S)
-    breakpoints = parts.breakpoints[-_MAX_BREAKPOINTS if is_explicit else 1 - _MAX_BREAKPOINTS :]
+    # Unless the mode is explicit, the end of the prompt is a breakpoint as well. The last breakpoints are used.
+    max_breakpoints = _MAX_BREAKPOINTS if is_explicit else _MAX_BREAKPOINTS - 1
+    breakpoints = parts.breakpoints[-max_breakpoints:]
     tools = _read_tools(fields)
     documents = [*fields.items("documents"), *parts.documents]
     variables = fields.any("chat_template_kwargs") or {}
@@ -223,28 +225,30 @@ class _MessageParts:
         for index, message in enumerate(messages):
             content = message.get("content")
             parts = content if isinstance(content, list) else []
-            if any(isinstance(part, dict) and (part.get("type") == "file" or _BREAKPOINT in part) for part in parts):
+            if any(
+                isinstance(part, dict) and (part.get("type") == "file" or _BREAKPOINT_FIELD in part) for part in parts
+            ):
                 message = {**message, "content": self._separate(parts, f"messages[{index}].content", ttl_s)}
             self.messages.append(message)
 
     def _separate(self, parts: Sequence[Any], place: str, ttl_s: int) -> list[Any]:
         """Return the parts of the next message without breakpoints and files."""
-        kept: list[Any] = []
-        for number, part in enumerate(parts):
+        template_parts: list[Any] = []
+        for part_index, part in enumerate(parts):
             if not isinstance(part, dict):
-                kept.append(part)
+                template_parts.append(part)
                 continue
-            control = part.get(_BREAKPOINT)
+            control = part.get(_BREAKPOINT_FIELD)
             if part.get("type") == "file":
-                file = Fields.of(part.get("file"), f"{place}[{number}].file")
+                file = Fields.of(part.get("file"), f"{place}[{part_index}].file")
                 self.documents.append(read_file(file))
                 file.require_no_others()
             else:
-                kept.append({name: value for name, value in part.items() if name != _BREAKPOINT})
+                template_parts.append({name: value for name, value in part.items() if name != _BREAKPOINT_FIELD})
             if control is not None:
-                own_s = read_breakpoint(control, f"{place}[{number}].{_BREAKPOINT}")
-                self.breakpoints.append(Breakpoint(len(self.messages) + 1, len(kept), own_s or ttl_s))
-        return kept
+                own_ttl_s = read_breakpoint(control, f"{place}[{part_index}].{_BREAKPOINT_FIELD}")
+                self.breakpoints.append(Breakpoint(len(self.messages) + 1, len(template_parts), own_ttl_s or ttl_s))
+        return template_parts
 
 
 def read_breakpoint(value: object, place: str) -> int | None:
@@ -273,6 +277,7 @@ def _read_tools(fields: Fields) -> Tools:
             raise InvalidRequest(f"{place}.function.parameters: expected a JSON schema, got another value")
         function.flag("strict")
         tool.require_no_others()
+
     choice = fields.any("tool_choice")
     forced = allowed = None
     if isinstance(choice, dict):
@@ -289,6 +294,7 @@ def _read_tools(fields: Fields) -> Tools:
             ]
     elif choice not in (None, "none", "auto", "required"):
         raise InvalidRequest("tool_choice: expected none, auto, required or a function, got another value")
+
     is_parallel = fields.flag("parallel_tool_calls", default=True)
     if not definitions:
         if choice == "required":
@@ -356,7 +362,7 @@ def _read_options(fields: Fields, max_tokens: int | None) -> CompletionOptions:
         has_usage_chunk = stream_options.flag("include_usage")
         stream_options.ignore("include_obfuscation")
         stream_options.require_no_others()
-    fields.ignore(*_WITHOUT_EFFECT)
+    fields.ignore(*_FIELDS_WITHOUT_EFFECT)
     fields.require_neutral("this server has one tier of service", service_tier=("auto", "default"))
     return CompletionOptions(
         model=fields.text("model", "") or "",
@@ -402,8 +408,8 @@ def _read_retention(fields: Fields, generate: GenerateRequest) -> None:
         if name not in _RETENTION_S:
             raise InvalidRequest(f"prompt_cache_retention: expected one of {', '.join(_RETENTION_S)}, got another name")
         seconds = _RETENTION_S[name]
-    prewarms, ttl_s, is_explicit = _read_cache_options(fields)
-    if prewarms:
+    is_prewarm, ttl_s, is_explicit = _read_cache_options(fields)
+    if is_prewarm:
         generate.max_new_tokens = 0
     if not is_explicit:  # otherwise the `ttl` applies only to breakpoints in the messages
         seconds = max(seconds, ttl_s or 0)
@@ -424,54 +430,54 @@ def _read_cache_options(fields: Fields) -> tuple[bool, int | None, bool]:
         return False, None, False
     ttl = options.one_of("ttl", tuple(_CACHE_TTL_S), "")
     is_explicit = options.one_of("mode", ("implicit", "explicit"), "implicit") == "explicit"
-    prewarms = options.flag("prewarm")
+    is_prewarm = options.flag("prewarm")
     options.ignore("comparison_response_id")  # the usage has the reason of a miss
     options.require_no_others()
-    return prewarms, _CACHE_TTL_S.get(ttl), is_explicit
+    return is_prewarm, _CACHE_TTL_S.get(ttl), is_explicit
 
 
 def _read_format(fields: Fields, generate: GenerateRequest) -> None:
     """Read the format that the answer must have, from `response_format` or vLLM's `structured_outputs`."""
-    form = fields.inner("response_format")
-    structured = fields.inner("structured_outputs")
-    if form is not None and structured is not None:
+    response_format = fields.inner("response_format")
+    structured_outputs = fields.inner("structured_outputs")
+    if response_format is not None and structured_outputs is not None:
         raise InvalidRequest("response_format, structured_outputs: expected one of them, got both")
-    if form is not None:
-        _read_response_format(form, generate)
-    if structured is not None:
-        _read_structured_outputs(structured, generate)
+    if response_format is not None:
+        _read_response_format(response_format, generate)
+    if structured_outputs is not None:
+        _read_structured_outputs(structured_outputs, generate)
 
 
-def _read_response_format(form: Fields, generate: GenerateRequest) -> None:
-    kind = form.one_of("type", ("text", "json_object", "json_schema"), "text")
+def _read_response_format(response_format: Fields, generate: GenerateRequest) -> None:
+    kind = response_format.one_of("type", ("text", "json_object", "json_schema"), "text")
     if kind == "json_object":
         generate.json_object = True
     if kind == "json_schema":
-        schema = form.inner("json_schema")
+        schema = response_format.inner("json_schema")
         if schema is None or "schema" not in schema:
             raise InvalidRequest("response_format.json_schema.schema: expected a JSON schema, got none")
         generate.json_schema = json.dumps(schema.any("schema"))
         schema.ignore("name", "description", "strict")
         schema.require_no_others()
-    form.require_no_others()
+    response_format.require_no_others()
 
 
-def _read_structured_outputs(form: Fields, generate: GenerateRequest) -> None:
-    kinds = [name for name in _CONSTRAINTS if name in form]
+def _read_structured_outputs(structured_outputs: Fields, generate: GenerateRequest) -> None:
+    kinds = [name for name in _CONSTRAINT_FIELDS if name in structured_outputs]
     if len(kinds) != 1:
         got = ", ".join(kinds) or "none"
-        raise InvalidRequest(f"structured_outputs: expected one of {', '.join(_CONSTRAINTS)}, got {got}")
+        raise InvalidRequest(f"structured_outputs: expected one of {', '.join(_CONSTRAINT_FIELDS)}, got {got}")
     kind = kinds[0]
     if kind == "json":
-        schema = form.any(kind)
+        schema = structured_outputs.any(kind)
         generate.json_schema = schema if isinstance(schema, str) else json.dumps(schema)
     elif kind == "choice":
-        choices = form.items(kind)
+        choices = structured_outputs.items(kind)
         if not choices or not all(isinstance(each, str) for each in choices):
             raise InvalidRequest("structured_outputs.choice: expected a list of at least one string, got another value")
         generate.grammar = GrammarText.of_choices(kind, choices).text
     elif kind == "json_object":
-        generate.json_object = form.flag(kind)
+        generate.json_object = structured_outputs.flag(kind)
     else:
-        setattr(generate, kind, form.text(kind) or "")
-    form.require_no_others()
+        setattr(generate, kind, structured_outputs.text(kind) or "")
+    structured_outputs.require_no_others()

@@ -21,7 +21,7 @@ _ERROR_TYPES = {
 }
 
 # OpenAI's names of errors that programs distinguish.
-_CODES = {
+_ERROR_CODES = {
     InvalidCredential: "invalid_api_key",
     PromptTooLong: "context_length_exceeded",
     CapacityError: "rate_limit_exceeded",
@@ -38,7 +38,7 @@ def error_body(error: BaseException, names: Mapping[str, str]) -> dict[str, Any]
     message, param = message_and_field(error, names)
     if isinstance(error, PromptTooLong):  # agents search for these words, and then shorten the conversation
         message = f"This model's maximum context length is exceeded: {message}"
-    code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
+    code = next((code for kind, code in _ERROR_CODES.items() if isinstance(error, kind)), None)
     return error_object(message, http_status_of(error), param, code)
 
 
@@ -86,7 +86,7 @@ def usage_object(
 
 
 def cached_by_tier(usages: Sequence[Usage]) -> dict[str, int]:
-    """Return the number of cached tokens by the place where they were stored."""
+    """Return the number of cached tokens by the tier where they were stored."""
     return {
         "device": sum(each.device_tokens for each in usages),
         "host": sum(each.host_tokens for each in usages),
@@ -130,9 +130,10 @@ def completion_logprobs(
     """
     texts = [_token_text(token_id, tokenizer) for token_id, _ in rows]
     offsets = []
+    offset = first_offset
     for token_id, _ in rows:
-        offsets.append(first_offset)
-        first_offset += len(tokenizer.token_text(token_id))
+        offsets.append(offset)
+        offset += len(tokenizer.token_text(token_id))
     return {
         "tokens": texts,
         "token_logprobs": [row.logprob for _, row in rows],

@@ -19,7 +19,7 @@ from radixkv.service.text.tool_formats import AUTOMATIC
 Result = TypeVar("Result")
 
 # Maximum number of small requests, and likewise of large ones, that are processed on threads at the same time.
-_MAX_ENCODING = 2
+_MAX_THREADS = 2
 # Requests with a body of at most this size count as small. Their bodies are parsed on the event loop, which takes less
 # than 1 ms.
 _SMALL_BYTES = 65_536
@@ -42,8 +42,8 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._formats = tool_format, reasoning_format
         self._answer_format: AnswerFormat | None = None
-        self._small = asyncio.Semaphore(_MAX_ENCODING)
-        self._large = asyncio.Semaphore(_MAX_ENCODING)
+        self._small_slots = asyncio.Semaphore(_MAX_THREADS)
+        self._large_slots = asyncio.Semaphore(_MAX_THREADS)
 
     async def parse(self, body: bytes) -> dict[str, Any]:
         """Return the JSON object in a body.
@@ -52,7 +52,7 @@ class PromptEncoder:
             InvalidRequest: the body is not a JSON object.
         """
         is_small = len(body) <= _SMALL_BYTES
-        parsed = _parse_json(body) if is_small else await self.on_thread(len(body), lambda: _parse_json(body))
+        parsed = _parse_json(body) if is_small else await self.run_on_thread(len(body), lambda: _parse_json(body))
         if not isinstance(parsed, dict):
             raise InvalidRequest("body: expected a JSON object, got other JSON")
         return parsed
@@ -63,7 +63,7 @@ class PromptEncoder:
         Raises:
             InvalidRequest: the model has none.
         """
-        return await self._tokenizer.required("model", "the HTTP API requires")
+        return await self._tokenizer.require_async("model", "the HTTP API requires")
 
     async def answer_format(self) -> AnswerFormat:
         """Return how the model writes its answers.
@@ -88,20 +88,22 @@ class PromptEncoder:
         """
         tokenizer = await self.tokenizer()
         try:
-            return await self.on_thread(num_bytes, lambda: encode(tokenizer))
+            return await self.run_on_thread(num_bytes, lambda: encode(tokenizer))
         except (TypeError, ValueError) as error:
-            text = str(error)
-            raise InvalidRequest(text if text.startswith((field, *_OTHER_FIELDS)) else f"{field}: {text}") from error
+            message = str(error)
+            raise InvalidRequest(
+                message if message.startswith((field, *_OTHER_FIELDS)) else f"{field}: {message}"
+            ) from error
 
-    async def on_thread(self, num_bytes: int, function: Callable[[], Result]) -> Result:
+    async def run_on_thread(self, num_bytes: int, function: Callable[[], Result]) -> Result:
         """Call a function that processes the content of a body of `num_bytes` on a thread, and return its result.
 
         If the caller is cancelled, the function still counts until it returns, so that cancelled calls cannot occupy
         more threads.
         """
-        threads = self._small if num_bytes <= _SMALL_BYTES else self._large
-        await threads.acquire()
-        return await call_on_thread(function, threads.release)
+        slots = self._small_slots if num_bytes <= _SMALL_BYTES else self._large_slots
+        await slots.acquire()
+        return await call_on_thread(function, slots.release)
 
 
 def _parse_json(body: bytes) -> Any:

@@ -41,7 +41,7 @@ NAMES = {
 }
 _TEXT_PARTS = ("input_text", "output_text", "text")
 # Fields that this API and chat completions have in common.
-_SAME = (
+_COMMON_FIELDS = (
     "model",
     "temperature",
     "top_p",
@@ -70,7 +70,7 @@ def read_response(fields: Fields) -> tuple[ChatPrompt, CompletionOptions]:
     Raises:
         InvalidRequest: the message names the field.
     """
-    chat = {name: fields.any(name) for name in _SAME}
+    chat = {name: fields.any(name) for name in _COMMON_FIELDS}
     chat["messages"] = _messages(fields)
     chat["max_completion_tokens"] = fields.any("max_output_tokens")
     chat["tools"] = [_tool(Fields.of(each, f"tools[{index}]")) for index, each in enumerate(fields.items("tools"))]
@@ -137,7 +137,7 @@ def _add_item(messages: list[dict[str, Any]], item: Fields, place: str) -> None:
         messages.append({"role": "tool", "tool_call_id": item.text("call_id", ""), "content": output})
     elif kind == "reasoning":
         item.ignore("encrypted_content")
-        content, summary = _texts(item, "content"), _texts(item, "summary")
+        content, summary = _part_texts(item, "content"), _part_texts(item, "summary")
         text = "\n".join(content or summary)
         if text:
             messages.append({"role": "assistant", "content": None, "reasoning_content": text})
@@ -157,7 +157,7 @@ def _is_reasoning_only(messages: list[dict[str, Any]]) -> bool:
     )
 
 
-def _texts(item: Fields, name: str) -> list[str]:
+def _part_texts(item: Fields, name: str) -> list[str]:
     """Return the texts of a list of parts."""
     parts = item.items(name)
     return [Fields.of(each, item.path_of(name)).text("text", "") or "" for each in parts]
@@ -243,9 +243,11 @@ class ResponsesApi:
         chat = (await completer.encode(request, prompt)).constrain(options.generate)
         writer = _ResponseWriter(request, chat, options, options.model or completer.limits.model)
         generate = completer.with_prompt(options.generate, chat.token_ids, options.model, tenant)
-        chunks = await completer.chunks(request, generate, options.stops, chat.shown, chat.ranges)
+        chunks = await completer.chunks(request, generate, options.stops, chat.shown_tags, chat.ranges)
         async with contextlib.aclosing(chunks):
-            return await (writer.stream(chunks) if options.is_streamed else writer.whole(chunks))
+            if options.is_streamed:
+                return await writer.write_stream(chunks)
+            return await writer.write_whole(chunks)
 
 
 class _ResponseWriter:
@@ -262,7 +264,7 @@ class _ResponseWriter:
         tools = chat.tools
         generate = options.generate
         self._request = request
-        self._answer = chat.parts()
+        self._answer = chat.answer_parts()
         self._num_tokens = 0
         self._num_reasoning_tokens = 0
         self._output: list[dict[str, Any]] = []
@@ -281,7 +283,7 @@ class _ResponseWriter:
             "error": None,
         }
 
-    async def whole(self, chunks: AsyncGenerator[CompletionChunk, None]) -> web.StreamResponse:
+    async def write_whole(self, chunks: AsyncGenerator[CompletionChunk, None]) -> web.StreamResponse:
         """Return the response after the completion has ended."""
         parts: list[AnswerPart] = []
         async for chunk in chunks:
@@ -296,15 +298,19 @@ class _ResponseWriter:
             self._output.append(_message(""))
         return self._request.json(self._body(chunk))
 
-    async def stream(self, chunks: AsyncGenerator[CompletionChunk, None]) -> web.StreamResponse:
+    async def write_stream(self, chunks: AsyncGenerator[CompletionChunk, None]) -> web.StreamResponse:
         """Send events as text is generated, and return the response."""
-        events = self._request.events(lambda body: items.send_error(body))
+
+        async def send_error(body: Mapping[str, Any]) -> None:
+            await items.send_error(body)
+
+        events = self._request.events(send_error)
         items = _Items(events, self._output)
         async for chunk in chunks:
             if not events.has_begun:
-                begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
-                await items.send("response.created", response=begun)
-                await items.send("response.in_progress", response=begun)
+                begun_response = {**self._head, "status": "in_progress", "output": [], "usage": None}
+                await items.send("response.created", response=begun_response)
+                await items.send("response.in_progress", response=begun_response)
             for part in self._parts(chunk):
                 if isinstance(part, ToolCall):
                     await items.add_call(_function_call(part))
@@ -316,7 +322,7 @@ class _ResponseWriter:
         return await events.end()
 
     def _parts(self, chunk: CompletionChunk) -> list[AnswerPart]:
-        """Return the new parts of the answer."""
+        """Return the new parts of the answer, and count their tokens."""
         was_reasoning = self._answer.is_reasoning
         parts = self._answer.put(chunk.text, is_last=chunk.is_last)
         self._num_tokens += len(chunk.response.token_ids)
@@ -371,8 +377,8 @@ class _Items:
         self._events = events
         self._output = output
         self._num_events = 0
-        self._begun: dict[str, Any] | None = None  # a message, or reasoning
-        self._pieces: list[str] = []
+        self._open_item: dict[str, Any] | None = None  # the message or the reasoning that was begun
+        self._texts: list[str] = []  # its text so far
 
     async def send(self, kind: str, **fields: Any) -> None:
         """Send an event."""
@@ -386,25 +392,25 @@ class _Items:
 
     async def add_text(self, part: str | Reasoning) -> None:
         """Send text or reasoning, in the item that was begun if it is of this kind, or else in a new one."""
-        if self._begun is None or (self._begun["type"] == "reasoning") is not isinstance(part, Reasoning):
+        if self._open_item is None or (self._open_item["type"] == "reasoning") is not isinstance(part, Reasoning):
             await self.end()
             item = _reasoning("") if isinstance(part, Reasoning) else _message("")
-            self._begun = {**item, "status": "in_progress", "content": []}
-            await self.send("response.output_item.added", output_index=len(self._output), item=self._begun)
-            await self.send("response.content_part.added", **self._place(), part=item["content"][0])
+            self._open_item = {**item, "status": "in_progress", "content": []}
+            await self.send("response.output_item.added", output_index=len(self._output), item=self._open_item)
+            await self.send("response.content_part.added", **self._content_place(), part=item["content"][0])
         if isinstance(part, Reasoning):
-            self._pieces.append(part.text)
-            await self.send("response.reasoning_text.delta", **self._place(), delta=part.text)
+            self._texts.append(part.text)
+            await self.send("response.reasoning_text.delta", **self._content_place(), delta=part.text)
         else:
-            self._pieces.append(part)
-            await self.send("response.output_text.delta", **self._place(), delta=part, logprobs=[])
+            self._texts.append(part)
+            await self.send("response.output_text.delta", **self._content_place(), delta=part, logprobs=[])
 
     async def add_call(self, call: dict[str, Any]) -> None:
         """Send the call of a tool."""
         await self.end()
         index, item_id = len(self._output), call["id"]
-        begun = {**call, "arguments": "", "status": "in_progress"}
-        await self.send("response.output_item.added", output_index=index, item=begun)
+        started_call = {**call, "arguments": "", "status": "in_progress"}
+        await self.send("response.output_item.added", output_index=index, item=started_call)
         place = {"output_index": index, "item_id": item_id}
         await self.send("response.function_call_arguments.delta", **place, delta=call["arguments"])
         done = {**place, "name": call["name"], "arguments": call["arguments"]}
@@ -414,25 +420,25 @@ class _Items:
 
     async def end(self) -> None:
         """End the item that was begun."""
-        if self._begun is None:
+        if self._open_item is None:
             return
-        text = "".join(self._pieces)
-        if self._begun["type"] == "reasoning":
-            await self.send("response.reasoning_text.done", **self._place(), text=text)
+        text = "".join(self._texts)
+        if self._open_item["type"] == "reasoning":
+            await self.send("response.reasoning_text.done", **self._content_place(), text=text)
             part = _reasoning_part(text)
         else:
-            await self.send("response.output_text.done", **self._place(), text=text, logprobs=[])
+            await self.send("response.output_text.done", **self._content_place(), text=text, logprobs=[])
             part = _text_part(text)
-        await self.send("response.content_part.done", **self._place(), part=part)
-        item = {**self._begun, "status": "completed", "content": [part]}
+        await self.send("response.content_part.done", **self._content_place(), part=part)
+        item = {**self._open_item, "status": "completed", "content": [part]}
         self._output.append(item)
-        self._begun = None
-        self._pieces.clear()
+        self._open_item = None
+        self._texts.clear()
         await self.send("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
-    def _place(self) -> Mapping[str, Any]:
-        assert self._begun is not None, "an item was begun"
-        return {"item_id": self._begun["id"], "output_index": len(self._output), "content_index": 0}
+    def _content_place(self) -> Mapping[str, Any]:
+        assert self._open_item is not None, "an item was begun"
+        return {"item_id": self._open_item["id"], "output_index": len(self._output), "content_index": 0}
 
 
 def _reasoning(text: str) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from radixkv.v1.hints_pb2 import Awaits
 from radixkv.v1.prefill_pb2 import GenerateRequest
 
 # Variables of chat templates that switch reasoning on and off.
-_SWITCHES = ("enable_thinking", "thinking")
-_EFFORT = "reasoning_effort"
-_JSON = ("json_schema", "json_object")  # constraints of an answer that must be JSON
+_SWITCH_VARIABLES = ("enable_thinking", "thinking")
+_EFFORT_VARIABLE = "reasoning_effort"
+_JSON_CONSTRAINTS = ("json_schema", "json_object")  # constraints of an answer that must be JSON
+_MAX_TAG_CHARS = 64  # more than a tag of reasoning has, with the white space after it
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
@@ -104,9 +105,9 @@ class EncodedChat:
     def encode(cls, text: str, tokenizer: Tokenizer, form: AnswerFormat, tools: Tools) -> EncodedChat:
         """Encode a rendered conversation."""
         is_open: bool | None = None
-        end = text[-64:].rstrip()
-        if form.reasoning is not None and not end.endswith(form.reasoning.end):
-            is_open = end.endswith(form.reasoning.begin)
+        prompt_end = text[-_MAX_TAG_CHARS:].rstrip()
+        if form.reasoning is not None and not prompt_end.endswith(form.reasoning.end):
+            is_open = prompt_end.endswith(form.reasoning.begin)
         return cls(tokenizer.encode_rendered(text), form, tools, is_open)
 
     def with_ranges(
@@ -136,7 +137,7 @@ class EncodedChat:
         return not self.is_text and (self.form.reasoning is not None or self.tools.may_be_called)
 
     @property
-    def shown(self) -> dict[int, str]:
+    def shown_tags(self) -> dict[int, str]:
         """The special tokens whose text is needed to read the answer, by their ids."""
         return {token_id: tag for tag, token_id in self.form.tags.items()} if self.has_parts else {}
 
@@ -163,20 +164,22 @@ class EncodedChat:
         elif self.is_open is not None and not tools.may_be_called:
             # Templates leave reasoning out of the next prompt, except between calls.
             generate.write_generated = False
+
         is_parallel = tools.is_parallel and tools.forced is None
         kind = generate.WhichOneof("constraint")
-        if kind in _JSON and (tools.may_be_called or self.is_open):
+        if kind in _JSON_CONSTRAINTS and (tools.may_be_called or self.is_open):
             schema = generate.json_schema if kind == "json_schema" else '{"type": "object"}'
-            answer = GrammarText(kind, "json_schema", schema).json_expression()
+            answer_expression = GrammarText(kind, "json_schema", schema).json_expression()
             functions = tools.functions if tools.may_be_called else []
             generate.grammar = calls_or_answer(
-                self.form, functions, answer, is_parallel=is_parallel, is_open=self.is_open or None
+                self.form, functions, answer_expression, is_parallel=is_parallel, is_open=self.is_open or None
             )
         elif kind is not None:
             return replace(self, is_text=True)
         elif tools.choice == "required":
             generate.grammar = forced_calls(self.form, tools.functions, is_parallel=is_parallel, is_open=self.is_open)
         elif tools.may_be_called and (tools.allowed is not None or any(each.get("strict") for each in tools.functions)):
+            # Only calls of strict functions must follow the schema of the function's arguments.
             any_arguments = {"parameters": {"type": "object"}}
             functions = [each if each.get("strict") else {**each, **any_arguments} for each in tools.functions]
             generate.grammar = strict_calls(self.form, functions, is_parallel=is_parallel, is_open=self.is_open)
@@ -188,7 +191,7 @@ class EncodedChat:
             )
         return self
 
-    def parts(self) -> AnswerParts:
+    def answer_parts(self) -> AnswerParts:
         """Return a reader that splits one answer into text, reasoning and calls."""
         tools = self.tools
         if self.is_text:
@@ -213,20 +216,22 @@ def reasoning_variables(tokenizer: Tokenizer, form: AnswerFormat, effort: str) -
     Raises:
         InvalidRequest: the effort is unknown, or the model does not support it.
     """
-    if tokenizer.has_template_variable(_EFFORT):
-        return {_EFFORT: effort}
+    if tokenizer.has_template_variable(_EFFORT_VARIABLE):
+        return {_EFFORT_VARIABLE: effort}
     if effort not in _EFFORTS:
         raise InvalidRequest(f"reasoning_effort: expected one of {', '.join(_EFFORTS)}, got another name")
     switch = reasoning_switch(tokenizer)
     if switch is not None:
         return {switch: effort != "none"}
-    only = "none" if form.reasoning is None else "medium"
-    if effort != only:
-        always = "never" if form.reasoning is None else "always"
-        raise InvalidRequest(f"reasoning_effort: expected {only}, since this model {always} reasons, got {effort}")
+    only_effort = "none" if form.reasoning is None else "medium"
+    if effort != only_effort:
+        how_often = "never" if form.reasoning is None else "always"
+        raise InvalidRequest(
+            f"reasoning_effort: expected {only_effort}, since this model {how_often} reasons, got {effort}"
+        )
     return {}
 
 
 def reasoning_switch(tokenizer: Tokenizer) -> str | None:
     """Return the template variable that switches reasoning on and off; None if there is none."""
-    return next((each for each in _SWITCHES if tokenizer.has_template_variable(each)), None)
+    return next((each for each in _SWITCH_VARIABLES if tokenizer.has_template_variable(each)), None)

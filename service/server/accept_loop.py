@@ -28,11 +28,11 @@ from radixkv.service.server.grpc_log import drop_records_of_clients
 from radixkv.service.server.reset_floods import EARLY_S, ResetFloods
 from radixkv.startup.malloc import give_back_freed_memory
 
-# The names from which `AcceptingServer` builds the loop in grpcio 1.84 and 1.85. In versions without them, grpcio's own
-# loop accepts the calls.
-_PARTS = ("_MethodResolver", "_ServicerContext", "_handle_rpc", "_schedule_rpc_coro")
-_UNKNOWN_METHOD = "/"
-_FORGET_S = 5.0  # time after a connection was closed until another one may have its address
+# Private names of `cygrpc` from which `AcceptingServer` builds its loops; grpcio 1.84 and 1.85 have them. In versions
+# without them, grpcio's own loop accepts the calls.
+_CYGRPC_NAMES = ("_MethodResolver", "_ServicerContext", "_handle_rpc", "_schedule_rpc_coro")
+_UNKNOWN_METHOD = "/"  # the path that stands for all unregistered methods, since no method has it
+_FORGET_S = 5.0  # how long calls of a closed connection are dropped; afterwards a new connection may have its address
 _LOG_PERIOD_S = 1.0
 
 _logger = logging.getLogger(__name__)
@@ -46,9 +46,9 @@ def make_server(options: Sequence[tuple[str, Any]], max_concurrent_calls: int) -
         max_concurrent_calls: number of calls beyond which further calls are answered with RESOURCE_EXHAUSTED.
     """
     drop_records_of_clients()
-    original = cygrpc.AioServer
-    if hasattr(original, "_make_request_call_future"):
-        if all(hasattr(cygrpc, name) for name in _PARTS):
+    original_class = cygrpc.AioServer
+    if hasattr(original_class, "_make_request_call_future"):
+        if all(hasattr(cygrpc, name) for name in _CYGRPC_NAMES):
             cygrpc.AioServer = AcceptingServer
         else:
             _logger.warning(
@@ -59,7 +59,7 @@ def make_server(options: Sequence[tuple[str, Any]], max_concurrent_calls: int) -
     try:
         return grpc.aio.server(options=options, maximum_concurrent_rpcs=max_concurrent_calls)
     finally:
-        cygrpc.AioServer = original
+        cygrpc.AioServer = original_class
 
 
 class HandlerRegistry(Protocol):
@@ -102,9 +102,9 @@ class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's exten
         interceptors: Sequence[object] | None,
         options: object,
         max_concurrent_calls: int | None,
-        *rest: object,
+        *further_arguments: object,
     ) -> None:
-        super().__init__(loop, thread_pool, generic_handlers, interceptors, options, None, *rest)
+        super().__init__(loop, thread_pool, generic_handlers, interceptors, options, None, *further_arguments)
         self._event_loop = loop
         self._call_interceptors = tuple(interceptors or ())
         self._max_concurrent_calls = max_concurrent_calls
@@ -125,9 +125,9 @@ class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's exten
         grpcio awaits the loop as if it were the next call. The loop ends when the server shuts down, with the error
         that grpcio then expects.
         """
-        return self._event_loop.create_task(self._accept(method))
+        return self._event_loop.create_task(self._accept_calls(method))
 
-    async def _accept(self, method: bytes | None) -> None:
+    async def _accept_calls(self, method: bytes | None) -> None:
         resolver = cygrpc._MethodResolver([], self._handlers)
         name = _UNKNOWN_METHOD if method is None else method.decode()
         while True:
@@ -170,5 +170,6 @@ class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's exten
             self._num_unlogged_floods = 0
 
     def _forget(self, peer: str) -> None:
+        """Forget a closed connection. After the last one, return the memory that the flood has freed to the system."""
         if self._floods.forget(peer):
             self._event_loop.run_in_executor(None, give_back_freed_memory)

@@ -20,7 +20,7 @@ def add_done_callback(callback: Callable[[], object]) -> None:
     gRPC's own `ServicerContext.add_done_callback` leaves a reference cycle through the call, which only the garbage
     collector frees.
     """
-    current_call().add_done_callback(partial(_run, callback))
+    current_call().add_done_callback(partial(_call_without_task, callback))
 
 
 def current_call() -> asyncio.Task[Any]:
@@ -30,7 +30,7 @@ def current_call() -> asyncio.Task[Any]:
     return task
 
 
-def _run(callback: Callable[[], object], _: object) -> None:
+def _call_without_task(callback: Callable[[], object], _task: object) -> None:
     callback()
 
 
@@ -51,15 +51,15 @@ class InFlightCalls:
         """Remove a call that has ended."""
         self._calls.discard(call)
 
-    async def finish(self, timeout_s: float) -> bool:
+    async def wait_for_end(self, timeout_s: float) -> bool:
         """Wait for the calls that are in flight now, at most `timeout_s` seconds. Later calls are not waited for.
 
         Returns:
             Whether they have all ended.
         """
-        before = self._calls.copy()
+        awaited_calls = self._calls.copy()
         loop = asyncio.get_running_loop()
         end_s = loop.time() + timeout_s
-        while self._calls & before and loop.time() < end_s:
+        while self._calls & awaited_calls and loop.time() < end_s:
             await asyncio.sleep(_POLL_S)
-        return not self._calls & before
+        return not self._calls & awaited_calls

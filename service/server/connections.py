@@ -25,7 +25,7 @@ from collections.abc import Collection, Set
 from urllib.parse import unquote
 
 # Prefix of an IPv4 address on an IPv6 socket, which gRPC omits in the names of peers.
-_MAPPED = "::ffff:"
+_IPV4_MAPPED_PREFIX = "::ffff:"
 _CLOSE_POLL_S = 0.005  # between two checks whether all connections are closed
 # A thread of gRPC that was accepting a connection when the listening socket was closed has finished after this time.
 _LAST_ACCEPT_S = 0.1
@@ -49,29 +49,29 @@ async def end_connections(ports: Collection[int], timeout_s: float) -> None:
         return
     with contextlib.ExitStack() as stack:
         finder = _SocketFinder(ports, stack)
-        unsent: dict[int, socket.socket] = {}
-        for fd, each in finder.new_sockets():
+        unacknowledged: dict[int, socket.socket] = {}  # by the file descriptors of the duplicates
+        awaiting_close: dict[int, socket.socket] = {}  # likewise; these have sent a FIN
+        for original_fd, each in finder.new_sockets():
             if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                _stop_listening(fd, each)
+                _stop_listening(original_fd, each)
             else:
-                unsent[each.fileno()] = each
-        unclosed: dict[int, socket.socket] = {}
+                unacknowledged[each.fileno()] = each
         poll = select.poll()
         start_s = asyncio.get_running_loop().time()
         while True:
-            unsent.update((each.fileno(), each) for _, each in finder.new_sockets())
-            for fd in [fd for fd, each in unsent.items() if _num_unacknowledged_bytes(each) == 0]:
-                unclosed[fd] = unsent.pop(fd)
-                _shut(unclosed[fd], socket.SHUT_WR)
+            unacknowledged.update((each.fileno(), each) for _, each in finder.new_sockets())
+            for fd in [fd for fd, each in unacknowledged.items() if _num_unacknowledged_bytes(each) == 0]:
+                awaiting_close[fd] = unacknowledged.pop(fd)
+                _shut(awaiting_close[fd], socket.SHUT_WR)
                 poll.register(fd, 0)  # reports only that both sides have ended
             for fd, _ in poll.poll(0):
                 poll.unregister(fd)
-                del unclosed[fd]
+                del awaiting_close[fd]
             elapsed_s = asyncio.get_running_loop().time() - start_s
-            if elapsed_s >= _LAST_ACCEPT_S and (elapsed_s >= timeout_s or not (unsent or unclosed)):
+            if elapsed_s >= _LAST_ACCEPT_S and (elapsed_s >= timeout_s or not (unacknowledged or awaiting_close)):
                 break
             await asyncio.sleep(_CLOSE_POLL_S)
-        for each in (*unsent.values(), *unclosed.values()):
+        for each in (*unacknowledged.values(), *awaiting_close.values()):
             _shut(each, socket.SHUT_RDWR)
 
 
@@ -80,13 +80,13 @@ class _SocketFinder:
 
     Args:
         ports: local ports.
-        stack: closes the duplicates.
+        stack: closes the duplicates that `new_sockets` returns.
     """
 
     def __init__(self, ports: Collection[int], stack: contextlib.ExitStack) -> None:
         self._ports = ports
         self._stack = stack
-        self._known: set[int] = set()  # inodes
+        self._seen_inodes: set[int] = set()
 
     def new_sockets(self) -> list[tuple[int, socket.socket]]:
         """Return the file descriptor and a duplicate of each socket that was not found before.
@@ -95,9 +95,9 @@ class _SocketFinder:
         """
         sockets = []
         for fd, inode in _socket_fds():
-            if inode in self._known:
+            if inode in self._seen_inodes:
                 continue
-            with contextlib.suppress(OSError):  # it was closed, or there is no descriptor left
+            with contextlib.suppress(OSError):  # the socket was closed, or no descriptor is left for the duplicate
                 duplicate = os.dup(fd)
                 try:
                     each = socket.socket(fileno=duplicate)
@@ -107,7 +107,7 @@ class _SocketFinder:
                 if os.fstat(each.fileno()).st_ino != inode:  # the number was reused for another socket
                     each.close()
                     continue
-                self._known.add(inode)
+                self._seen_inodes.add(inode)
                 is_tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
                 if is_tcp and each.getsockname()[1] in self._ports:
                     sockets.append((fd, self._stack.enter_context(each)))
@@ -124,7 +124,7 @@ def _socket_fds() -> list[tuple[int, int]]:
     fds = []
     with contextlib.suppress(OSError):
         for fd in map(int, os.listdir("/proc/self/fd")):
-            with contextlib.suppress(OSError):  # it was closed
+            with contextlib.suppress(OSError):  # the file was closed
                 status = os.fstat(fd)
                 if stat.S_ISSOCK(status.st_mode):
                     fds.append((fd, status.st_ino))
@@ -147,18 +147,18 @@ def _stop_listening(fd: int, duplicate: socket.socket) -> None:
         _shut(duplicate, socket.SHUT_RDWR)
 
 
-def _shut(each: socket.socket, directions: int) -> None:
+def _shut(connection: socket.socket, directions: int) -> None:
     with contextlib.suppress(OSError):  # the client has ended the connection already
-        each.shutdown(directions)
+        connection.shutdown(directions)
 
 
-def _num_unacknowledged_bytes(each: socket.socket) -> int:
+def _num_unacknowledged_bytes(connection: socket.socket) -> int:
     """Return the number of written bytes that the peer has not acknowledged yet; 0 for a broken connection."""
     try:
-        number: int = struct.unpack("i", fcntl.ioctl(each, termios.TIOCOUTQ, bytes(4)))[0]
+        num_bytes: int = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
     except OSError:
         return 0
-    return number
+    return num_bytes
 
 
 def close_connections(peers: Set[str]) -> int:
@@ -174,18 +174,18 @@ def close_connections(peers: Set[str]) -> int:
     """
     addresses = {_address(peer) for peer in peers}
     num_closed = 0
-    for name in os.listdir("/dev/fd"):
+    for fd in os.listdir("/dev/fd"):
         # A file that was closed meanwhile, or is not a connection, raises.
-        with contextlib.suppress(OSError, ValueError), _duplicate(int(name)) as connection:
+        with contextlib.suppress(OSError, ValueError), _duplicate(int(fd)) as connection:
             host, port = connection.getpeername()[:2]
-            if (host.removeprefix(_MAPPED), port) in addresses:
+            if (host.removeprefix(_IPV4_MAPPED_PREFIX), port) in addresses:
                 connection.shutdown(socket.SHUT_RDWR)
                 num_closed += 1
     return num_closed
 
 
-def _duplicate(number: int) -> socket.socket:
-    duplicate = os.dup(number)
+def _duplicate(fd: int) -> socket.socket:
+    duplicate = os.dup(fd)
     try:
         return socket.socket(fileno=duplicate)
     except OSError:

@@ -63,7 +63,7 @@ def require_publishable(config: EventsConfig, *, is_insecure: bool = False, has_
 
 @contextlib.contextmanager
 def publishing(engine: Engine, config: EventsConfig) -> Iterator[None]:
-    """Publish while the context lasts, and log the addresses.
+    """Publish cache events while the context lasts, and log the addresses. Does nothing if no address is configured.
 
     Raises:
         ConfigError: an address cannot be bound.

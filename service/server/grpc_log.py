@@ -12,8 +12,8 @@ _CAUSED_BY_CLIENTS = ("ExecuteBatchError raised in core", "Invalid encoding on")
 
 
 def drop_records_of_clients() -> None:
-    """Drop these records from now on. Exceptions in handlers are other records, which are kept."""
-    logging.getLogger(_LOGGER).addFilter(is_kept)  # adds it only once
+    """Drop the records that clients can cause from now on. Records of exceptions in handlers are kept."""
+    logging.getLogger(_LOGGER).addFilter(is_kept)  # has no effect from the second call on
 
 
 def is_kept(record: logging.LogRecord) -> bool:

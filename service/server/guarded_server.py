@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # generic in the stubs of gRPC only
 CountRefusal = Callable[[RadixKVError], None]
 
 # Methods whose servicers never end a stream while the service runs. A drain does not wait for these streams.
-_ENDLESS = (
+_ENDLESS_METHODS = (
     "/grpc.health.v1.Health/Watch",
     "/radixkv.v1.EventService/Subscribe",
     "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents",
@@ -78,17 +78,18 @@ class GuardedServer:
     def _guard(self, method: str, handler: Handler) -> Handler:
         """Wrap the handler of a method."""
         if handler.unary_unary is not None:
-            return grpc.stream_unary_rpc_method_handler(self._unary(method, handler))
+            return grpc.stream_unary_rpc_method_handler(self._wrap_unary(method, handler))
         if handler.unary_stream is None:
             return grpc.stream_stream_rpc_method_handler(
-                self._bidirectional(method, handler), response_serializer=handler.response_serializer
+                self._wrap_bidirectional(method, handler), response_serializer=handler.response_serializer
             )
         return grpc.stream_stream_rpc_method_handler(
-            self._server_streaming(method, handler),
+            self._wrap_server_streaming(method, handler),
             response_serializer=partial(_serialize, handler.response_serializer),
         )
 
-    def _unary(self, method: str, handler: Handler) -> Any:
+    def _wrap_unary(self, method: str, handler: Handler) -> Any:
+        """Wrap the handler of a method with one request and one response."""
         servicer: Any = handler.unary_unary
         parse: Any = handler.request_deserializer
         serialize: Any = handler.response_serializer
@@ -96,13 +97,14 @@ class GuardedServer:
         async def answer(_: object, context: Context) -> Any:
             try:
                 call, request = await self._receive(method, parse, context)
-                return self._send(call, serialize(await servicer(request, context)))
+                return self._note_response(call, serialize(await servicer(request, context)))
             except Exception as error:  # noqa: BLE001 - every exception becomes a status
                 await _abort_with(error, context, method)
 
         return answer
 
-    def _server_streaming(self, method: str, handler: Handler) -> Any:
+    def _wrap_server_streaming(self, method: str, handler: Handler) -> Any:
+        """Wrap the handler of a method with one request and a stream of responses."""
         servicer: Any = handler.unary_stream
         parse: Any = handler.request_deserializer
 
@@ -111,7 +113,7 @@ class GuardedServer:
                 call, request = await self._receive(method, parse, context)
                 async with (
                     self._revocation(call, request) as revocation,
-                    contextlib.aclosing(self._receiver.send_all(call, servicer(request, context))) as responses,
+                    contextlib.aclosing(self._receiver.note_responses(call, servicer(request, context))) as responses,
                 ):
                     async for response in responses:
                         revocation.begin_write()
@@ -122,8 +124,8 @@ class GuardedServer:
 
         return stream
 
-    def _bidirectional(self, method: str, handler: Handler) -> Any:
-        """Wrap a servicer that reads a stream of requests, such as reflection."""
+    def _wrap_bidirectional(self, method: str, handler: Handler) -> Any:
+        """Wrap the handler of a method that reads a stream of requests, such as reflection."""
         servicer: Any = handler.stream_stream
         parse: Any = handler.request_deserializer
 
@@ -133,7 +135,7 @@ class GuardedServer:
                 async with (
                     self._revocation(call) as revocation,
                     contextlib.aclosing(self._receive_all(call, parse)) as requests,
-                    contextlib.aclosing(self._receiver.send_all(call, servicer(requests, context))) as responses,
+                    contextlib.aclosing(self._receiver.note_responses(call, servicer(requests, context))) as responses,
                 ):
                     async for response in responses:
                         revocation.begin_write()
@@ -152,9 +154,9 @@ class GuardedServer:
 
         def require_authorized() -> None:
             try:
-                self._authorizer.require_still(call.authorization, call.context, request)
+                self._authorizer.require_still_authorized(call.authorization, call.context, request)
             except RadixKVError as error:
-                self._count(error)
+                self._count_refused(error)
                 raise
 
         return Revocation(require_authorized)
@@ -165,16 +167,16 @@ class GuardedServer:
             authorization = self._authorizer.authorize(method, context)
             return self._receiver.begin(context, authorization, is_endless=is_endless)
         except RadixKVError as error:
-            self._count(error)
+            self._count_refused(error)
             raise
 
     async def _receive(self, method: str, parse: Parse, context: Context) -> tuple[InFlightCall, Any]:
         """Authorize and count a call, and receive its request."""
-        call = self._begin(method, context, is_endless=method in _ENDLESS)
+        call = self._begin(method, context, is_endless=method in _ENDLESS_METHODS)
         try:
             return call, await self._receiver.receive(call, parse)
         except RadixKVError as error:
-            self._count(error)
+            self._count_refused(error)
             raise
 
     async def _receive_all(self, call: InFlightCall, parse: Parse) -> AsyncGenerator[Any, None]:
@@ -183,17 +185,17 @@ class GuardedServer:
                 async for request in requests:
                     yield request
         except RadixKVError as error:
-            self._count(error)
+            self._count_refused(error)
             raise
 
-    def _send(self, call: InFlightCall, response: bytes) -> bytes:
+    def _note_response(self, call: InFlightCall, response: bytes) -> bytes:
         try:
-            return self._receiver.send(call, response)
+            return self._receiver.note_response(call, response)
         except RadixKVError as error:
-            self._count(error)
+            self._count_refused(error)
             raise
 
-    def _count(self, refusal: RadixKVError) -> None:
+    def _count_refused(self, refusal: RadixKVError) -> None:
         if self._count_refusal is not None:
             self._count_refusal(refusal)
 
@@ -220,9 +222,9 @@ class _GuardedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gen
 
 
 def _serialize(serialize: Any, response: Any) -> bytes:
-    """Serialize a message of a streamed response; a servicer may yield a large one as bytes."""
-    data: bytes = response if isinstance(response, bytes) else serialize(response)
-    return data
+    """Serialize a message of a streamed response, unless the servicer has serialized it, as it does with large ones."""
+    serialized: bytes = response if isinstance(response, bytes) else serialize(response)
+    return serialized
 
 
 async def _abort_with(error: Exception, context: Context, method: str) -> None:
@@ -252,8 +254,8 @@ async def _abort(
     """End a call. gRPC keeps the exception that ends it, so the tracebacks, which refer to the call, are cleared."""
     try:
         await context.abort(code, details, trailing_metadata)
-    except BaseException as ending:
-        add_done_callback(partial(_clear_tracebacks, ending))
+    except BaseException as abort_error:
+        add_done_callback(partial(_clear_tracebacks, abort_error))
         raise
 
 

@@ -8,7 +8,7 @@ from radixkv.api.segments import Segment, SegmentPage
 from radixkv.cache.segment_index import MAX_COMPARED, MAX_SEGMENTS
 from radixkv.cache.segment_source import SegmentSource
 
-MAX_CALLS = 32
+MAX_CALLS = 32  # engine calls for one result
 
 
 class HottestSegments:
@@ -52,7 +52,10 @@ class HottestSegments:
     def add(self, page: SegmentPage) -> None:
         """Add the result of the last call."""
         if self._stride is None:  # the first result has the number of positions
-            self._stride = max(1, -(-(page.num_places - MAX_COMPARED) // ((MAX_CALLS - 1) * MAX_COMPARED)))
+            # The first call has compared `MAX_COMPARED` positions. The stride divides the others among the other calls.
+            num_further = page.num_places - MAX_COMPARED
+            max_further_compared = (MAX_CALLS - 1) * MAX_COMPARED
+            self._stride = max(1, -(-num_further // max_further_compared))  # rounded up
         self.num_compared += page.num_compared
         self.num_segments = page.num_segments
         self._start = page.next_place

@@ -62,8 +62,9 @@ def require_free(config: ServerConfig) -> None:
     key_of: dict[int, str] = {}
     for key, port in ports.items():
         if port:  # 0 means any free port
-            if (other := key_of.setdefault(port, key)) != key:
-                raise ConfigError(f"{key}: expected another port than {other}, got {port} for both")
+            first_key = key_of.setdefault(port, key)
+            if first_key != key:
+                raise ConfigError(f"{key}: expected another port than {first_key}, got {port} for both")
             try:
                 _try_to_bind(config.host, port)
             except (OSError, UnicodeError) as error:

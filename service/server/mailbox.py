@@ -16,7 +16,7 @@ class Mailbox:
 
         engine   post  post  post ......... post
                   └ wake                     └ wake
-        loop              run: three           run: one
+        loop              run three callbacks  run one callback
     """
 
     def __init__(self) -> None:
@@ -41,5 +41,5 @@ class Mailbox:
                 function, arguments = self._calls.popleft()
                 function(*arguments)
         finally:
-            if self._calls:  # a callback raised; the rest runs later
+            if self._calls:  # a callback raised; the remaining ones run later
                 self._wake()

@@ -189,7 +189,7 @@ class MetricsApp:
         elif environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             status = HTTPStatus.METHOD_NOT_ALLOWED
         else:
-            status = HTTPStatus.OK if self._passes(path) else HTTPStatus.SERVICE_UNAVAILABLE
+            status = HTTPStatus.OK if self._passes_check(path) else HTTPStatus.SERVICE_UNAVAILABLE
         text = f"{status.phrase}\n".encode()
         headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))]
         if status is HTTPStatus.METHOD_NOT_ALLOWED:
@@ -197,7 +197,7 @@ class MetricsApp:
         start_response(f"{status.value} {status.phrase}", headers)
         return [] if environ["REQUEST_METHOD"] == "HEAD" else [text]
 
-    def _passes(self, path: str) -> bool:
+    def _passes_check(self, path: str) -> bool:
         """Return whether the health check at a path passes. While the service starts, it is alive but not ready."""
         if self._engine is None:
             return path == "/healthz"
@@ -235,16 +235,16 @@ class _WsgiConnections:
             self._awaiting_request.pop(connection, None)
             self._responding.pop(connection, None)
 
-    def end_late(self) -> None:
+    def end_late_connections(self) -> None:
         """Close connections that exceed their deadline."""
         now_s = time.monotonic()
         for connections in (self._awaiting_request, self._responding):
             with self._lock:
-                late = [connection for connection, end_s in connections.items() if end_s <= now_s]
-            for connection in late:
+                late_connections = [connection for connection, end_s in connections.items() if end_s <= now_s]
+            for connection in late_connections:
                 self._end(connection)
 
-    def end_oldest(self) -> None:
+    def end_oldest_connection(self) -> None:
         """Close the oldest connection whose request has not arrived; if there is none, the oldest connection."""
         with self._lock:
             oldest = next(iter({**self._awaiting_request, **self._responding}), None)
@@ -281,12 +281,12 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
         return connection, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a connection on a thread. At the limit, another one is closed first; see `end_oldest`.
+        """Handle a connection on a thread. At the limit, an older one is closed first; see `end_oldest_connection`.
 
-        If the thread of that one does not end within a second, the new connection is closed.
+        If the thread of the older connection does not end within a second, the new connection is closed.
         """
         if not self._slots.acquire(blocking=False):
-            self.connections.end_oldest()
+            self.connections.end_oldest_connection()
             if not self._slots.acquire(timeout=_THREAD_END_S):
                 self.shutdown_request(request)
                 return
@@ -308,7 +308,7 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
 
     def service_actions(self) -> None:
         """Close connections that exceed their deadline. The server calls this at least twice per second."""
-        self.connections.end_late()
+        self.connections.end_late_connections()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore connections that break, for example because the client does not use TLS; print other errors."""

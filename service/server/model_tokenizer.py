@@ -22,13 +22,13 @@ _logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def files_of_model(model_path: str) -> Iterator[Path]:
-    """Yield the directory with a model's config.json and tokenizer; for the embedded model, a temporary one.
+    """Yield the directory with a model's config.json and tokenizer; for the embedded model, a temporary directory.
 
     Args:
         model_path: `tiny`, or see `files_directory`.
 
     Raises:
-        UnknownTokenizer: the files are not there any more.
+        UnknownTokenizer: the model's directory does not exist any more.
     """
     if model_path != "tiny":
         try:
@@ -53,12 +53,12 @@ class ModelTokenizer:
 
     def __init__(self, model_path: str | None) -> None:
         self._model_path = model_path
-        self._lock = threading.Lock()
+        self._archive_lock = threading.Lock()
         self._archive: tuple[bytes, str] | None = None
-        self._archiving: asyncio.Future[tuple[bytes, str]] | None = None  # of the event loop
-        self._loading = threading.Lock()
+        self._archive_task: asyncio.Future[tuple[bytes, str]] | None = None  # for `archive_async`
+        self._load_lock = threading.Lock()
         self._loaded: Tokenizer | str | None = None  # the text says why it cannot be loaded
-        self._waiting: asyncio.Future[Tokenizer] | None = None  # of the event loop
+        self._load_task: asyncio.Future[Tokenizer] | None = None  # for `load_async`
 
     def archive(self) -> tuple[bytes, str]:
         """Return the tokenizer's files as a zip, see `tokenizer_archive`, and its SHA-256 in hexadecimal digits.
@@ -68,7 +68,7 @@ class ModelTokenizer:
         Raises:
             UnknownTokenizer: the model has no tokenizer.
         """
-        with self._lock:
+        with self._archive_lock:
             if self._archive is None:
                 if self._model_path is None:
                     raise UnknownTokenizer("tokenizer: the served model has no files, and so no tokenizer")
@@ -77,20 +77,20 @@ class ModelTokenizer:
                 self._archive = data, hashlib.sha256(data).hexdigest()
             return self._archive
 
-    async def archived(self) -> tuple[bytes, str]:
+    async def archive_async(self) -> tuple[bytes, str]:
         """Return what `archive` returns. One thread reads the files, however many calls wait for them.
 
         For use on one event loop.
         """
         if self._archive is not None:
             return self._archive
-        if self._archiving is None:
-            self._archiving = asyncio.ensure_future(asyncio.to_thread(self.archive))
-            self._archiving.add_done_callback(self._forget_archiving)
-        return await asyncio.shield(self._archiving)
+        if self._archive_task is None:
+            self._archive_task = asyncio.ensure_future(asyncio.to_thread(self.archive))
+            self._archive_task.add_done_callback(self._forget_archive_task)
+        return await asyncio.shield(self._archive_task)
 
-    def _forget_archiving(self, done: asyncio.Future[tuple[bytes, str]]) -> None:
-        self._archiving = None
+    def _forget_archive_task(self, done: asyncio.Future[tuple[bytes, str]]) -> None:
+        self._archive_task = None
         if not done.cancelled():
             done.exception()  # retrieved here, because no caller may be waiting any more
 
@@ -100,27 +100,27 @@ class ModelTokenizer:
         Raises:
             ValueError: the model has no tokenizer that can be loaded.
         """
-        with self._loading:
+        with self._load_lock:
             if self._loaded is None:
                 self._loaded = self._load()
             if isinstance(self._loaded, str):
-                raise ValueError(self._loaded)  # a new one, since each raise adds to the traceback of an exception
+                raise ValueError(self._loaded)  # a new exception, since each raise adds to its traceback
             return self._loaded
 
-    async def loaded(self) -> Tokenizer:
+    async def load_async(self) -> Tokenizer:
         """Return the tokenizer as `load` does. One thread loads it, however many calls wait for it.
 
         For use on one event loop.
         """
         if self._loaded is not None:
             return self.load()
-        if self._waiting is None:
-            self._waiting = asyncio.ensure_future(asyncio.to_thread(self.load))
-            self._waiting.add_done_callback(self._forget_waiting)
-        return await asyncio.shield(self._waiting)
+        if self._load_task is None:
+            self._load_task = asyncio.ensure_future(asyncio.to_thread(self.load))
+            self._load_task.add_done_callback(self._forget_load_task)
+        return await asyncio.shield(self._load_task)
 
-    async def required(self, field: str, requirement: str) -> Tokenizer:
-        """Return the tokenizer as `loaded` does.
+    async def require_async(self, field: str, requirement: str) -> Tokenizer:
+        """Return the tokenizer that a request requires, as `load_async` does.
 
         Args:
             field: the field of the request that requires it.
@@ -131,13 +131,13 @@ class ModelTokenizer:
                 paths.
         """
         try:
-            return await self.loaded()
+            return await self.load_async()
         except ValueError as error:
             _logger.warning("%s a tokenizer, but the model has no tokenizer: %s", requirement, error)
             raise InvalidRequest(f"{field}: the model has no tokenizer, which {requirement}") from error
 
-    def _forget_waiting(self, done: asyncio.Future[Tokenizer]) -> None:
-        self._waiting = None
+    def _forget_load_task(self, done: asyncio.Future[Tokenizer]) -> None:
+        self._load_task = None
         if not done.cancelled():
             done.exception()  # retrieved here, because no caller may be waiting any more
 

@@ -26,7 +26,7 @@ class NamespaceIds:
         secret = secrets.token_bytes(16)
 
         @lru_cache(maxsize=4096)
-        def number(namespace: Namespace) -> int:
+        def number_of(namespace: Namespace) -> int:
             digest = hashlib.blake2b(key=secret, digest_size=_NAMESPACE_ID_BYTES)
             for field in namespace:
                 data = field.encode("utf-8", "surrogatepass")
@@ -34,11 +34,11 @@ class NamespaceIds:
                 digest.update(data)
             return int.from_bytes(digest.digest(), "little")
 
-        self._number = number
+        self._number_of = number_of
 
     def of(self, namespace: Namespace) -> int:
         """Return the number of a namespace: 48 bits, equal for equal namespaces."""
-        return self._number(namespace)
+        return self._number_of(namespace)
 
 
 class SegmentIds:
@@ -81,9 +81,9 @@ class PageTokens:
         """Return the token of the page that starts at a position; an empty string after the last page."""
         if position is None:
             return ""
-        plain = position.to_bytes(_POSITION_BYTES, "little")
-        tag = self._tag(plain)
-        return (tag + self._mask(plain, tag)).hex()
+        position_bytes = position.to_bytes(_POSITION_BYTES, "little")
+        tag = self._tag(position_bytes)
+        return (tag + self._xor_with_mask(position_bytes, tag)).hex()
 
     def position_of(self, token: str) -> int:
         """Return the position at which a page starts.
@@ -100,18 +100,19 @@ class PageTokens:
             data = bytes.fromhex(token)
         except ValueError:
             raise _invalid_token() from None
-        tag, plain = data[:_TAG_BYTES], self._mask(data[_TAG_BYTES:], data[:_TAG_BYTES])
-        if len(data) != _TAG_BYTES + _POSITION_BYTES or not secrets.compare_digest(tag, self._tag(plain)):
+        tag, masked_position = data[:_TAG_BYTES], data[_TAG_BYTES:]
+        position_bytes = self._xor_with_mask(masked_position, tag)
+        if len(data) != _TAG_BYTES + _POSITION_BYTES or not secrets.compare_digest(tag, self._tag(position_bytes)):
             raise _invalid_token()
-        return int.from_bytes(plain, "little")
+        return int.from_bytes(position_bytes, "little")
 
-    def _tag(self, plain: bytes) -> bytes:
-        return hashlib.blake2b(plain, key=self._key, digest_size=_TAG_BYTES, person=b"tag").digest()
+    def _tag(self, position_bytes: bytes) -> bytes:
+        return hashlib.blake2b(position_bytes, key=self._key, digest_size=_TAG_BYTES, person=b"tag").digest()
 
-    def _mask(self, data: bytes, tag: bytes) -> bytes:
-        """XOR a position with a mask; doing it twice returns the position."""
+    def _xor_with_mask(self, data: bytes, tag: bytes) -> bytes:
+        """XOR the bytes of a position with a mask made from its tag. A second call reverses the first one."""
         mask = hashlib.blake2b(tag, key=self._key, digest_size=_POSITION_BYTES, person=b"mask").digest()
-        return bytes(one ^ other for one, other in zip(data, mask, strict=False))
+        return bytes(byte ^ mask_byte for byte, mask_byte in zip(data, mask, strict=False))
 
 
 def _invalid_token() -> InvalidRequest:

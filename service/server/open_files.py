@@ -19,14 +19,14 @@ def raise_open_file_limit(config: ServerConfig) -> None:
 
     If the system does not allow enough, a warning is logged, and `max_connections` is lower than configured.
     """
-    needed = config.max_connections * _num_ports(config) + RESERVED_FILES
-    limit = _raised_limit(needed)
+    num_needed = config.max_connections * _num_ports(config) + RESERVED_FILES
+    limit = _raise_limit(num_needed)
     if limit is not None and max_connections(config) < config.max_connections:
         _logger.warning(
             "server.max_connections: expected a limit of at least %d open files, got %d, so at most %d connections are "
             "accepted on each port; raise the limit (LimitNOFILE= in a systemd unit, ulimits.nofile in a compose file, "
             "ulimit -n in a shell), or lower server.max_connections",
-            needed,
+            num_needed,
             limit,
             max_connections(config),
         )
@@ -37,8 +37,8 @@ def max_connections(config: ServerConfig) -> int:
     limit = _limit()
     if limit is None:
         return config.max_connections
-    left = limit - min(RESERVED_FILES, limit // 2)
-    return max(1, min(config.max_connections, left // _num_ports(config)))
+    num_for_connections = limit - min(RESERVED_FILES, limit // 2)  # under a low limit, at least half of it
+    return max(1, min(config.max_connections, num_for_connections // _num_ports(config)))
 
 
 def _num_ports(config: ServerConfig) -> int:
@@ -47,20 +47,20 @@ def _num_ports(config: ServerConfig) -> int:
 
 
 def _limit() -> int | None:
-    """Return the limit of open files; None if there is none."""
+    """Return the limit of open files (the soft one); None if there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _raised_limit(num_files: int) -> int | None:
+def _raise_limit(num_files: int) -> int | None:
     """Raise the limit of open files to a number, or as far as allowed, and return the limit; None if there is none."""
     limit = _limit()
     if limit is None or limit >= num_files:
         return limit
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    raised = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    new_limit = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
     except (OSError, ValueError):  # macOS refuses more than kern.maxfilesperproc
         return limit
-    return raised
+    return new_limit

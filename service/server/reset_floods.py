@@ -21,14 +21,14 @@ class ResetFloods:
 
     def __init__(self) -> None:
         self._num_resets: OrderedDict[str, int] = OrderedDict()  # by connection, the one with the oldest reset first
-        self._closed: OrderedDict[str, int] = OrderedDict()
+        self._closed: OrderedDict[str, int] = OrderedDict()  # likewise, for connections that are or were closed
 
     def note_answer(self, peer: str) -> None:
         """Record that the server has answered a call of a connection."""
-        number = self._num_resets.get(peer, 0)
-        if number > 1:
-            self._num_resets[peer] = number - 1
-        elif number:
+        num_resets = self._num_resets.get(peer, 0)
+        if num_resets > 1:
+            self._num_resets[peer] = num_resets - 1
+        elif num_resets:
             del self._num_resets[peer]
 
     def note_reset(self, peer: str) -> bool:
@@ -37,13 +37,13 @@ class ResetFloods:
         Returns:
             Whether the connection must now be closed. True only once per connection, until `forget`.
         """
-        number = self._num_resets.pop(peer, 0) + 1
+        num_resets = self._num_resets.pop(peer, 0) + 1
         if peer in self._closed:
             return False
-        if number < MAX_RESETS:
-            _remember(self._num_resets, peer, number)
+        if num_resets < MAX_RESETS:
+            _remember(self._num_resets, peer, num_resets)
             return False
-        _remember(self._closed, peer, number)
+        _remember(self._closed, peer, num_resets)
         return True
 
     def is_closed(self, peer: str) -> bool:
@@ -60,7 +60,7 @@ class ResetFloods:
         return not self._closed
 
 
-def _remember(known: OrderedDict[str, int], peer: str, value: int) -> None:
-    known[peer] = value
-    if len(known) > _MAX_CONNECTIONS:
-        known.popitem(last=False)
+def _remember(num_resets_by_peer: OrderedDict[str, int], peer: str, num_resets: int) -> None:
+    num_resets_by_peer[peer] = num_resets
+    if len(num_resets_by_peer) > _MAX_CONNECTIONS:
+        num_resets_by_peer.popitem(last=False)

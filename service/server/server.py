@@ -63,7 +63,8 @@ ADMIN_SERVICES = (cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_nam
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _HEALTH_PERIOD_S = 1.0
-# Time for responses that were written to reach their callers. Health watches never end by themselves.
+# Time in which written responses reach their callers, and in which clients close their connections. It is also gRPC's
+# grace period, since health watches never end by themselves.
 _FLUSH_S = 1.0
 
 _logger = logging.getLogger(__name__)
@@ -116,15 +117,15 @@ class Server:
         tokenizer = ModelTokenizer(model_path)
         explainer = Explainer(engine, tokenizer)
         cache_servicer = CacheServicer(engine, self.stop.set, tokenizer, explainer)
-        self._grpc, guarded = self._grpc_server(self._auth.authorizer(gateway_tenant))
-        self._services = self._add_services(guarded, cache_servicer, tokenizer, explainer, services)
-        add_standard_services(guarded, self._health, self._services)
+        self._grpc, guarded_server = self._grpc_server(self._auth.authorizer(gateway_tenant))
+        self._service_names = self._add_services(guarded_server, cache_servicer, tokenizer, explainer, services)
+        add_standard_services(guarded_server, self._health, self._service_names)
         self._admin_grpc: grpc.aio.Server | None = None
         admin_authorizer = self._auth.admin_authorizer()
         if admin_authorizer is not None:
-            self._admin_grpc, guarded = self._grpc_server(admin_authorizer)
-            cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, guarded)  # type: ignore[no-untyped-call]
-            add_standard_services(guarded, self._health, ADMIN_SERVICES)
+            self._admin_grpc, guarded_server = self._grpc_server(admin_authorizer)
+            cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, guarded_server)  # type: ignore[no-untyped-call]
+            add_standard_services(guarded_server, self._health, ADMIN_SERVICES)
 
     def _grpc_server(self, authorizer: Authorizer) -> tuple[grpc.aio.Server, GuardedServer]:
         """Return a gRPC server without services, and the `GuardedServer` that adds services to it."""
@@ -133,29 +134,29 @@ class Server:
 
     def _add_services(
         self,
-        guarded: GuardedServer,
+        guarded_server: GuardedServer,
         cache_servicer: CacheServicer,
         tokenizer: ModelTokenizer,
         explainer: Explainer,
         services: Iterable[AddService],
     ) -> tuple[str, ...]:
-        """Add all services except health and reflection to the main port, and return their names."""
+        """Create the HTTP port, add all services except health and reflection to the main port, return their names."""
         engine = self._engine
         grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
-        self._readers = None if engine.events is None else EventReaders(engine.events)
-        shared = SharedParts(self._readers, tokenizer, grammars, explainer, self.receiver.held_bytes)
+        readers = None if engine.events is None else EventReaders(engine.events)
+        shared = SharedParts(readers, tokenizer, grammars, explainer, self.receiver.held_bytes)
         prefill_servicer = PrefillServicer(engine, shared, Deadlines.of(self._config), sources_of(engine))
         if self._config.http_port is not None:
             self._http = self._http_port(prefill_servicer, cache_servicer, tokenizer)
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, guarded)  # type: ignore[no-untyped-call]
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, guarded)  # type: ignore[no-untyped-call]
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(tokenizer), guarded)  # type: ignore[no-untyped-call]
-        names = [*SERVICES]
-        if self._readers is not None:
-            events = EventServicer(self._readers, engine.limits.epoch)
-            events_pb2_grpc.add_EventServiceServicer_to_server(events, guarded)  # type: ignore[no-untyped-call]
-            names.append(EVENT_SERVICE)
-        return (*names, *(add(guarded, shared) for add in services))
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, guarded_server)  # type: ignore[no-untyped-call]
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, guarded_server)  # type: ignore[no-untyped-call]
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(tokenizer), guarded_server)  # type: ignore[no-untyped-call]
+        service_names = [*SERVICES]
+        if readers is not None:
+            events = EventServicer(readers, engine.limits.epoch)
+            events_pb2_grpc.add_EventServiceServicer_to_server(events, guarded_server)  # type: ignore[no-untyped-call]
+            service_names.append(EVENT_SERVICE)
+        return (*service_names, *(add(guarded_server, shared) for add in services))
 
     def _http_port(
         self, servicer: PrefillServicer, cache_servicer: CacheServicer, tokenizer: ModelTokenizer
@@ -236,16 +237,16 @@ class Server:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._config.drain_timeout_s
         try:
-            has_finished = await asyncio.to_thread(self._engine.drain, self._config.drain_timeout_s)
+            all_finished = await asyncio.to_thread(self._engine.drain, self._config.drain_timeout_s)
             self.receiver.refuse_new()
-            has_sent = await self.receiver.in_flight.finish(max(_FLUSH_S, end_s - loop.time()))
+            all_sent = await self.receiver.in_flight.wait_for_end(max(_FLUSH_S, end_s - loop.time()))
         finally:
             await end_connections(self._ports, _FLUSH_S)
             self._ports.clear()
             if self._http is not None:
                 await self._http.stop()
             await asyncio.gather(*(server.stop(_FLUSH_S) for server in self._grpc_servers()))
-        return has_finished and has_sent
+        return all_finished and all_sent
 
     def _grpc_servers(self) -> list[grpc.aio.Server]:
         return [server for server in (self._grpc, self._admin_grpc) if server is not None]
@@ -262,7 +263,7 @@ class Server:
             self._set_health()
 
     def _set_health(self) -> None:
-        self._health.set(self._services, is_serving=self._engine.is_healthy)
+        self._health.set(self._service_names, is_serving=self._engine.is_healthy)
 
 
 def run(
@@ -298,17 +299,18 @@ def run(
         try:
             asyncio.run(serve_until_signal(engine, make_server, on_ready))
         finally:
-            with _ignored_signals():  # the event loop has removed its handlers, and stopping saves what is cached
+            # The event loop has removed its signal handlers, and no signal may interrupt `stop`, which saves the cache.
+            with _ignored_signals():
                 engine.stop()
 
 
 @contextlib.contextmanager
 def _ignored_signals() -> Iterator[None]:
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in _STOP_SIGNALS}
+    previous_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _STOP_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in previous.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -337,12 +339,12 @@ async def serve_until_signal(
     while not server.stop.is_set() and engine.is_alive and not server.has_ended:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(server.stop.wait(), _HEALTH_PERIOD_S)
-    has_ended = server.has_ended
+    has_grpc_ended = server.has_ended  # before `drain` ends it
     if await server.drain():
         _logger.info("stopped")
     else:
         _logger.warning("stopped; not all requests were answered")
     if not engine.is_alive:
         raise InvariantViolation("engine: its thread ended while the server was running")
-    if has_ended:
+    if has_grpc_ended:
         raise InvariantViolation("server: gRPC stopped serving while the server was running")

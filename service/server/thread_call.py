@@ -21,10 +21,10 @@ async def call_on_thread(function: Callable[[], Result], on_return: Callable[[],
     """
     running = asyncio.ensure_future(asyncio.to_thread(function))
 
-    def end(done: asyncio.Future[Result]) -> None:
+    def note_return(done: asyncio.Future[Result]) -> None:
         if not done.cancelled():
             done.exception()  # retrieved here, because no caller may be waiting any more
         on_return()
 
-    running.add_done_callback(end)
+    running.add_done_callback(note_return)
     return await asyncio.shield(running)

@@ -22,7 +22,7 @@ _VOCABULARIES = (
     "vocab.json",
     "vocab.txt",
 )
-_OTHERS = (
+_OTHER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
@@ -32,14 +32,14 @@ _OTHERS = (
     "special_tokens_map.json",
     "tokenizer_config.json",
 )
-NAMES = (*_VOCABULARIES, *_OTHERS)
+NAMES = (*_VOCABULARIES, *_OTHER_FILES)
 # Templates for special cases, such as `tool_use.jinja`, are in a folder of this name.
 TEMPLATES = "additional_chat_templates"
 MAX_FILES = 50  # clients and routers accept no more
 
-_LONG_AGO = (1980, 1, 1, 0, 0, 0)
+_EARLIEST_TIME = (1980, 1, 1, 0, 0, 0)  # that a zip archive can represent
 # Files of the model's directory that the archive has in addition to those of a converted tokenizer.
-_KEPT_WHEN_CONVERTED = ("config.json", "generation_config.json")
+_MODEL_FILES = ("config.json", "generation_config.json")
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def tokenizer_archive(directory: str | Path) -> bytes:
         directory: a model directory.
 
     Raises:
-        UnknownTokenizer: it has no vocabulary.
+        UnknownTokenizer: the directory has no vocabulary.
     """
     folder = Path(directory)
     files = {name: read_regular(folder / name) for name in NAMES if (folder / name).is_file()}
@@ -63,8 +63,10 @@ def tokenizer_archive(directory: str | Path) -> bytes:
         raise UnknownTokenizer("tokenizer: the model's directory has none; add its files, such as tokenizer.json")
     for path in sorted((folder / TEMPLATES).glob("*.jinja"))[: MAX_FILES - len(files)]:
         files[f"{TEMPLATES}/{path.name}"] = read_regular(path)
-    if "tokenizer.json" not in files and (converted := _convert(folder)) is not None:
-        files = {name: files[name] for name in _KEPT_WHEN_CONVERTED if name in files} | converted
+    if "tokenizer.json" not in files:
+        converted = _convert(folder)
+        if converted is not None:
+            files = {name: files[name] for name in _MODEL_FILES if name in files} | converted
     return _zip(files)
 
 
@@ -87,7 +89,7 @@ def _zip(files: Mapping[str, bytes]) -> bytes:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as zipped:
         for name, content in sorted(files.items()):
-            entry = zipfile.ZipInfo(name, _LONG_AGO)
+            entry = zipfile.ZipInfo(name, _EARLIEST_TIME)
             entry.create_system = 3  # Unix, on every platform
             entry.external_attr = 0o644 << 16
             zipped.writestr(entry, content)

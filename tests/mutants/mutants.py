@@ -757,7 +757,7 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant(
         "service/server/servicers/kv_fetcher.py",
-        "        self._fetched.release(key, (len(missing) - len(payloads)) * num_bytes)\n",
+        "        self._held_bytes.release(quota_key, (len(missing_blocks) - len(payloads)) * block_bytes)\n",
         "",
     ),
     Mutant("service/server/servicers/kv_fetcher.py", " or handle.key != wanted.key", ""),
@@ -769,13 +769,17 @@ OFFLOAD_MUTANTS = (
     Mutant("service/server/auth/authorizer.py", "if request is not None:", "if False:"),
     Mutant(
         "service/server/servicers/kv_sender.py",
-        "left = [index for index in indices if index not in handles]\n            copied",
-        "left = list(indices)\n            copied",
+        "without_handle = [index for index in indices if index not in handles]\n            copies",
+        "without_handle = list(indices)\n            copies",
     ),
     Mutant(
         "service/server/servicers/kv_fetcher.py", "QuotaKey.of_tenant(params.caller.tenant)", 'QuotaKey.of_tenant("")'
     ),
-    Mutant("service/server/servicers/kv_fetcher.py", "self._fetched.available(key) // num_bytes", "len(wanted)"),
+    Mutant(
+        "service/server/servicers/kv_fetcher.py",
+        "self._held_bytes.available(quota_key) // block_bytes",
+        "len(prompt_blocks)",
+    ),
     Mutant("service/server/receive/fair_shares.py", "2 * self._limit - self._used))", "self._limit))"),
     Mutant(
         "offload/index/offload_index.py",
@@ -1163,7 +1167,7 @@ ANSWER_MUTANTS = (
     ),
     Mutant("service/server/servicers/token_stream.py", "        self._sending_bytes += taken.num_bytes\n", ""),
     Mutant("service/server/servicers/token_stream.py", "        self._updated.pop(index, None)\n", ""),
-    Mutant("service/server/servicers/generation.py", "logprobs.truncate(len(result.token_ids) - start)", "pass"),
+    Mutant("service/server/servicers/generation.py", "logprobs.truncate(len(result.token_ids) - num_sent)", "pass"),
     Mutant("service/server/gateway/servicer.py", "                logprobs.extend(result.logprobs)\n", ""),
     Mutant(
         "service/server/servicers/prefill.py",
@@ -1455,8 +1459,8 @@ AUTHENTICITY_MUTANTS = (
     Mutant("engine/transfer/transfer.py", "        if self._mac is None:\n", "        if True:\n"),
     Mutant(
         "service/server/servicers/kv_fetcher.py",
-        "payload in _OTHER_PROMPT and not verified",
-        "payload in _OTHER_PROMPT",
+        "payload in _OTHER_PROMPT_FAULTS and not verified",
+        "payload in _OTHER_PROMPT_FAULTS",
     ),
     Mutant("service/server/servicers/kv_fetcher.py", "                self._transfer.rejected.add([payload])\n", ""),
     Mutant("startup/requirements.py", "        trusted = {}\n", "        pass\n"),
@@ -1522,7 +1526,7 @@ STATEMENT_MUTANTS = (
     ),
     Mutant(
         "service/server/servicers/statements.py",
-        "            self._num_waiting.release(key, 1)\n",
+        "            self._queue_shares.release(quota_key, 1)\n",
         "            pass\n",
     ),
     Mutant(
@@ -1557,7 +1561,7 @@ EXPLAIN_MUTANTS = (
     ),
     Mutant(
         "service/server/servicers/explanations.py",
-        "            self._num_waiting.release(key, 1)\n",
+        "            self._queue_shares.release(quota_key, 1)\n",
         "            pass\n",
     ),
 )
@@ -1595,10 +1599,10 @@ SERVICE_MUTANTS = (
     Mutant("service/server/servicers/kv_sources.py", "            _require_address(address)\n", ""),
     Mutant("service/server/servicers/segments.py", "self._segment_ids.of(segment.place)", "segment.place + 1"),
     Mutant("service/client/connection.py", 'merged["grpc.per_rpc_retry_buffer_size"] = _RETRY_BUFFER_BYTES', "pass"),
-    Mutant("service/server/connections.py", "_shut(unclosed[fd], socket.SHUT_WR)", "pass"),
+    Mutant("service/server/connections.py", "_shut(awaiting_close[fd], socket.SHUT_WR)", "pass"),
     Mutant("service/server/metrics_port.py", 'return path == "/healthz"', "return True"),
-    Mutant("service/server/metrics_port.py", "            self.connections.end_oldest()\n", ""),
-    Mutant("service/server/metrics_port.py", "        self.connections.end_late()\n", "        pass\n"),
+    Mutant("service/server/metrics_port.py", "            self.connections.end_oldest_connection()\n", ""),
+    Mutant("service/server/metrics_port.py", "        self.connections.end_late_connections()\n", "        pass\n"),
     Mutant(
         "service/server/metrics_port.py",
         "{**self._awaiting_request, **self._responding}",

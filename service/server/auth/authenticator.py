@@ -15,8 +15,9 @@ from radixkv.service.server.calls import Context
 
 HEADER = "authorization"
 
-_SCHEME = "bearer "
-_NAMES_IN_CERTIFICATE = ("peer_uri", "peer_dns", "x509_common_name")
+_BEARER_PREFIX = "bearer "
+# Properties of gRPC's auth context with names from the certificate of the client.
+_NAME_PROPERTIES = ("peer_uri", "peer_dns", "x509_common_name")
 
 
 class Authenticator(Protocol):
@@ -64,7 +65,7 @@ class CredentialAuthenticator:
     Args:
         credentials: the valid credentials.
         has_certificates: whether gRPC asks for and verifies certificates of clients.
-        unix_time_s: returns the time by which credentials expire.
+        unix_time_s: returns the current Unix time, with which the expiry of credentials is compared.
     """
 
     def __init__(
@@ -82,28 +83,30 @@ class CredentialAuthenticator:
         """Return who makes a gRPC call; see `Authenticator`. Takes microseconds."""
         headers = [value for name, value in context.invocation_metadata() or () if name == HEADER]
         if headers or not self._has_certificates:
-            return self._identify(headers)
-        properties = context.auth_context()
-        for pem in properties.get("x509_pem_cert", ()):  # TLS checks the expiry only when a connection begins
+            return self._identify_token(headers)
+        auth_properties = context.auth_context()
+        for pem in auth_properties.get("x509_pem_cert", ()):  # TLS checks the expiry only when a connection begins
             if self._unix_time_s() >= expiry_of(pem):
                 raise InvalidCredential("certificate: it has expired; reconnect with a new one")
-        credential = self._credentials.get().of_certificate(_names_in_certificate(properties))
-        return self._valid(credential, "certificate: its names match no credential of this service, or several")
+        credential = self._credentials.get().of_certificate(_names_in_certificate(auth_properties))
+        return self._require_valid(credential, "certificate: its names match no credential of this service, or several")
 
     def identify_header(self, authorization: str | None) -> Identity:
         """Return who sends a header; see `Authenticator`."""
-        return self._identify([] if authorization is None else [authorization])
+        return self._identify_token([] if authorization is None else [authorization])
 
-    def _identify(self, headers: list[str | bytes]) -> Identity:
+    def _identify_token(self, headers: list[str | bytes]) -> Identity:
+        """Return the caller whose token is in the only header `authorization` of a call."""
         if len(headers) != 1:
             raise InvalidCredential(f"{HEADER}: expected one bearer token, got {len(headers) or 'none'}")
-        text = str(headers[0])
-        if text[: len(_SCHEME)].lower() != _SCHEME:
+        header = str(headers[0])
+        if header[: len(_BEARER_PREFIX)].lower() != _BEARER_PREFIX:
             raise InvalidCredential(f"{HEADER}: the header must be `Bearer TOKEN`")
-        credential = self._credentials.get().of_token(text[len(_SCHEME) :].strip())
-        return self._valid(credential, f"{HEADER}: this service does not know the token")
+        credential = self._credentials.get().of_token(header[len(_BEARER_PREFIX) :].strip())
+        return self._require_valid(credential, f"{HEADER}: this service does not know the token")
 
-    def _valid(self, credential: Credential | None, refusal: str) -> Identity:
+    def _require_valid(self, credential: Credential | None, refusal: str) -> Identity:
+        """Return the identity of a credential that is known and has not expired; `refusal` says why it is unknown."""
         if credential is None:
             raise InvalidCredential(refusal)
         if credential.expires_at_s is not None and self._unix_time_s() >= credential.expires_at_s:
@@ -111,7 +114,7 @@ class CredentialAuthenticator:
         return credential.identity
 
 
-def _names_in_certificate(properties: Mapping[str, Iterable[bytes]]) -> Iterable[str]:
-    for kind in _NAMES_IN_CERTIFICATE:
-        for name in properties.get(kind, ()):
+def _names_in_certificate(auth_properties: Mapping[str, Iterable[bytes]]) -> Iterable[str]:
+    for property_name in _NAME_PROPERTIES:
+        for name in auth_properties.get(property_name, ()):
             yield name.decode(errors="replace")

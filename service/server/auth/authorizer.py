@@ -60,7 +60,7 @@ class MethodRule:
         tenant_of: name of the field with the message that has the field `tenant`; empty if the request itself has it.
             Only used with `Permission.TENANT` and `Permission.READ`.
         is_logged: whether the log names the caller.
-        has_tokens: whether the request carries tokens that belong to no tenant.
+        has_tokens: whether the request carries prompt tokens that belong to no tenant.
     """
 
     permission: Permission
@@ -96,7 +96,7 @@ class MethodRule:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether requests may carry tokens, and therefore be large."""
+        """Whether requests may carry prompt tokens, and therefore be large."""
         return self.has_tokens or self.permission in (Permission.TENANT, Permission.GATEWAY)
 
     def bind_tenant(self, caller: Identity | None, request: Any, gateway_tenant: str) -> str | None:
@@ -118,9 +118,9 @@ class MethodRule:
             return None
         message = getattr(request, self.tenant_of) if self.tenant_of else request
         if caller is not None and caller.role is not Role.READER:  # readers may read every tenant
-            own = caller.own_tenant
-            if own is not None and not message.tenant:
-                message.tenant = own
+            own_tenant = caller.own_tenant
+            if own_tenant is not None and not message.tenant:
+                message.tenant = own_tenant
             elif not caller.may_act_for(message.tenant):
                 raise NotPermitted("tenant: this credential may not act for the tenant that the request names")
             elif caller.role is not Role.ADMIN and _applies_to_all_tenants(message):
@@ -141,8 +141,8 @@ def _applies_to_all_tenants(message: Any) -> bool:
 
 
 @cache
-def _has_optional_tenant(kind: Descriptor) -> bool:
-    return bool(kind.fields_by_name["tenant"].has_presence)
+def _has_optional_tenant(message_type: Descriptor) -> bool:
+    return bool(message_type.fields_by_name["tenant"].has_presence)
 
 
 _OPEN = MethodRule(Permission.OPEN)
@@ -245,7 +245,7 @@ class Authorizer:
         self._roles = roles
         self._gateway_tenant = gateway_tenant
 
-    def require_still(self, authorization: Authorization, context: Context, request: Any = None) -> None:
+    def require_still_authorized(self, authorization: Authorization, context: Context, request: Any = None) -> None:
         """Authorize a running call again, by the credentials that are valid now.
 
         Args:
@@ -279,9 +279,9 @@ class Authorizer:
             return Authorization(method, rule, None)
         caller = self._authenticator.identify_call(context)
         if caller.role not in self._roles:
-            expected, actual = ("admin_port", "port") if caller.role in OPERATORS else ("port", "admin_port")
+            right_port, wrong_port = ("admin_port", "port") if caller.role in OPERATORS else ("port", "admin_port")
             raise NotPermitted(
-                f"credential of role {caller.role.value}: expected on server.{expected}, got on server.{actual}"
+                f"credential of role {caller.role.value}: expected on server.{right_port}, got on server.{wrong_port}"
             )
         rule.require_permission(caller, self._gateway_tenant)
         return Authorization(method, rule, caller, self._gateway_tenant)

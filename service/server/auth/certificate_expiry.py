@@ -25,25 +25,25 @@ def expiry_of(pem: bytes) -> float:
     try:
         _, start, _ = _read_value(der, 0)  # the certificate
         _, start, _ = _read_value(der, start)  # its signed part
-        kind, _, end = _read_value(der, start)
-        if kind != _VERSION:
-            end = start  # version 1 has no version number
+        value_type, _, end = _read_value(der, start)
+        if value_type != _VERSION:
+            end = start  # version 1 has no version number, so this value was already the serial number
         for _ in ("serial number", "algorithm", "issuer"):
             _, _, end = _read_value(der, end)
         _, start, _ = _read_value(der, end)  # the validity
         _, _, end = _read_value(der, start)  # the time from which it is valid
-        kind, start, end = _read_value(der, end)
+        value_type, start, end = _read_value(der, end)
     except IndexError:
         raise ValueError("certificate: the DER data are incomplete") from None
     text = der[start:end].decode("ascii")
-    time = datetime.strptime(text, "%y%m%d%H%M%SZ" if kind == _UTC_TIME else "%Y%m%d%H%M%SZ")
+    time = datetime.strptime(text, "%y%m%d%H%M%SZ" if value_type == _UTC_TIME else "%Y%m%d%H%M%SZ")
     return time.replace(tzinfo=UTC).timestamp()
 
 
 def _read_value(der: bytes, offset: int) -> tuple[int, int, int]:
     """Return the type of the value that starts at an offset, and the offsets at which its content begins and ends."""
-    kind, length, start = der[offset], der[offset + 1], offset + 2
-    if length & 0x80:
+    value_type, length, start = der[offset], der[offset + 1], offset + 2
+    if length & 0x80:  # the long form: the other bits are the number of bytes that encode the length
         start += length & 0x7F
         length = int.from_bytes(der[offset + 2 : start])
-    return kind, start, start + length
+    return value_type, start, start + length

@@ -17,7 +17,7 @@ from radixkv.errors import ConfigError
 from radixkv.service.server.auth.identity import OPERATORS, Identity, Role
 
 _KEYS = frozenset({"name", "role", "tenant", "tenants", "token_sha256", "certificate", "expires"})
-_HASH_CHARS = frozenset("0123456789abcdef")
+_HEX_DIGITS = frozenset("0123456789abcdef")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class Credentials:
         names: set[str] = set()
         for entry in entries:
             name = entry.identity.name
-            is_new = name not in names
+            is_unique = name not in names
             if entry.token_sha256 is not None:
-                is_new &= self._by_hash.setdefault(entry.token_sha256, entry) is entry
+                is_unique &= self._by_hash.setdefault(entry.token_sha256, entry) is entry
             if entry.certificate is not None:
-                is_new &= self._by_certificate.setdefault(entry.certificate, entry) is entry
-            if not is_new:
+                is_unique &= self._by_certificate.setdefault(entry.certificate, entry) is entry
+            if not is_unique:
                 raise ConfigError(
                     f"credentials {name!r}: another entry has the same name, token or certificate; each must be unique"
                 )
@@ -106,8 +106,8 @@ def parse_credentials(text: str) -> Credentials:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # the message may quote the file, so only the line number is repeated
         line = re.search(r"\(at (line \d+), column \d+\)$", str(error))
-        where = "" if line is None else f" in {line[1]}"
-        raise ConfigError(f"server.tokens_file: the file is not valid TOML{where}") from None
+        place = "" if line is None else f" in {line[1]}"
+        raise ConfigError(f"server.tokens_file: the file is not valid TOML{place}") from None
     entries = tree.get("credentials", [])
     if set(tree) - {"credentials"} or not isinstance(entries, list):
         raise ConfigError("server.tokens_file: the file may have only entries [[credentials]]")
@@ -123,8 +123,9 @@ def _credential(index: int, entry: Any) -> Credential:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"credentials, entry {index}: `name` is missing")
     subject = f"credentials {name!r}"
-    if unknown := sorted(set(entry) - _KEYS):
-        raise ConfigError(f"{subject}: expected the keys {', '.join(sorted(_KEYS))}, got {', '.join(unknown)}")
+    unknown_keys = sorted(set(entry) - _KEYS)
+    if unknown_keys:
+        raise ConfigError(f"{subject}: expected the keys {', '.join(sorted(_KEYS))}, got {', '.join(unknown_keys)}")
     if ("token_sha256" in entry) is ("certificate" in entry):
         raise ConfigError(f"{subject}: requires either token_sha256 or certificate, and not both")
     certificate = entry.get("certificate")
@@ -133,7 +134,7 @@ def _credential(index: int, entry: Any) -> Credential:
     role = _role(subject, entry)
     return Credential(
         Identity(name, role, _tenants(subject, role, entry)),
-        _hash(subject, entry["token_sha256"]) if "token_sha256" in entry else None,
+        _token_sha256(subject, entry["token_sha256"]) if "token_sha256" in entry else None,
         certificate,
         _expiry(subject, entry),
     )
@@ -166,8 +167,8 @@ def _is_list_of_names(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
 
 
-def _hash(subject: str, value: Any) -> bytes:
-    if not isinstance(value, str) or len(value) != 64 or set(value) - _HASH_CHARS:
+def _token_sha256(subject: str, value: Any) -> bytes:
+    if not isinstance(value, str) or len(value) != 64 or set(value) - _HEX_DIGITS:
         raise ConfigError(f"{subject}: `token_sha256` must have 64 hexadecimal digits, in lower case")
     return bytes.fromhex(value)
 

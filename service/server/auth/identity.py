@@ -26,10 +26,11 @@ class Identity:
     Attributes:
         name: name of the credential, for the log.
         role: the caller's role.
-        tenants: tenants that it may act for; None for all. One tenant with the role `TENANT`; empty with `READER`.
+        tenants: tenants that the caller may act for; None for all. One tenant with the role `TENANT`; empty with
+            `READER`.
         is_anyone: whether this is the identity of every caller, because the server has no credentials.
-        is_ingress: whether this is the fleet of this server: its ingress, which has authorized its callers itself, or
-            another replica.
+        is_ingress: whether the caller belongs to the fleet of this server. It is either the ingress, which has already
+            authorized its own callers, or another replica.
     """
 
     name: str

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from radixkv.errors import ConfigError
 
-PERIOD_S = 1.0
+PERIOD_S = 1.0  # between two checks
 # A check that takes longer is logged, because a mount seems not to respond.
 _MAX_CHECK_S = 10.0
 
@@ -32,7 +32,7 @@ class ReloadedFiles(Generic[Value]):
     The thread ends when the object is garbage.
 
     Args:
-        what: name of the value, for the log.
+        name: what the files contain, for the log.
         paths: the files.
         read: reads the files. The message of a ConfigError that it raises is logged, so it must contain no secrets; for
             other exceptions only the type is logged.
@@ -45,37 +45,37 @@ class ReloadedFiles(Generic[Value]):
 
     def __init__(
         self,
-        what: str,
+        name: str,
         paths: Sequence[str | Path],
         read: Callable[[], Value],
         clock: Callable[[], float] = time.monotonic,
         *,
         is_watched: bool = True,
     ) -> None:
-        self._what = what
+        self._name = name
         self._paths = [Path(path) for path in paths]
         self._read = read
         self._clock = clock
-        self._logged: tuple[_Stamp, str] | None = None  # the last failure
+        self._last_logged: tuple[_Stamp, str] | None = None  # the last failure in the log, to log each one only once
         self._stamp = self._stamp_now()  # taken before reading, so that a concurrent change is read again
         self._value = read()
         self._check_started_s: float | None = None
         self._is_blocked = False
         if is_watched and self._paths:
-            is_over = threading.Event()
-            weakref.finalize(self, is_over.set)
-            arguments = (weakref.ref(self), is_over)
+            is_finalized = threading.Event()
+            weakref.finalize(self, is_finalized.set)
+            arguments = (weakref.ref(self), is_finalized)
             threading.Thread(target=_watch, args=arguments, name="radixkv-files", daemon=True).start()
 
     def get(self) -> Value:
         """Return the value that was last read successfully. Takes less than a microsecond."""
-        started_s = self._check_started_s
-        if started_s is not None and not self._is_blocked and self._clock() - started_s > _MAX_CHECK_S:
+        check_started_s = self._check_started_s
+        if check_started_s is not None and not self._is_blocked and self._clock() - check_started_s > _MAX_CHECK_S:
             self._is_blocked = True
             _logger.error(
                 "%s: the files could not be read for %.0f s, so the previous ones stay valid; does their file system "
                 "respond?",
-                self._what,
+                self._name,
                 _MAX_CHECK_S,
             )
         return self._value
@@ -96,31 +96,31 @@ class ReloadedFiles(Generic[Value]):
         try:
             self._value = self._read()
         except Exception as error:  # noqa: BLE001 - no file may end the thread
-            self._log(stamp, str(error) if isinstance(error, ConfigError) else type(error).__name__)
+            self._log_failure(stamp, str(error) if isinstance(error, ConfigError) else type(error).__name__)
         else:
             self._stamp = stamp
-            _logger.info("%s: reloaded", self._what)
+            _logger.info("%s: reloaded", self._name)
 
-    def _log(self, stamp: _Stamp, reason: str) -> None:
-        if (stamp, reason) != self._logged:
-            self._logged = (stamp, reason)
+    def _log_failure(self, stamp: _Stamp, reason: str) -> None:
+        if (stamp, reason) != self._last_logged:
+            self._last_logged = (stamp, reason)
             _logger.error(
-                "%s: the changed files cannot be used, so the previous ones stay valid: %s", self._what, reason
+                "%s: the changed files cannot be used, so the previous ones stay valid: %s", self._name, reason
             )
 
     def _stamp_now(self) -> _Stamp:
-        return [_stamp_of(path) for path in self._paths]
+        return [_file_stamp(path) for path in self._paths]
 
 
-def _watch(files: weakref.ref[ReloadedFiles[Any]], is_over: threading.Event) -> None:
-    while not is_over.wait(PERIOD_S):
-        watched = files()
-        if watched is not None:
-            watched.check()
-            del watched
+def _watch(weak_files: weakref.ref[ReloadedFiles[Any]], is_finalized: threading.Event) -> None:
+    while not is_finalized.wait(PERIOD_S):
+        strong_files = weak_files()
+        if strong_files is not None:
+            strong_files.check()
+            del strong_files  # otherwise the thread would keep the object alive while it waits
 
 
-def _stamp_of(path: Path) -> tuple[int, int, int] | None:
+def _file_stamp(path: Path) -> tuple[int, int, int] | None:
     """Return a value that changes when a file, or the target of a link, is written or replaced; None if missing."""
     try:
         status = path.stat()

@@ -37,7 +37,7 @@ def require_secure(config: ServerConfig, container_marks: Sequence[Path] = _CONT
     Raises:
         ConfigError: the message names the key.
     """
-    _require_together(config)
+    _require_dependencies(config)
     has_credentials = config.tokens_file is not None
     if has_credentials and config.tls_certificate is None and not config.insecure:
         raise ConfigError(
@@ -57,7 +57,7 @@ def require_secure(config: ServerConfig, container_marks: Sequence[Path] = _CONT
             "0.0.0.0 --insecure",
             config.host,
         )
-    ServerAuth(config)
+    ServerAuth(config)  # reads all files, and raises if one cannot be used
 
 
 def is_on_this_machine(host: str) -> bool:
@@ -74,7 +74,8 @@ def is_on_this_machine(host: str) -> bool:
         return False
 
 
-def _require_together(config: ServerConfig) -> None:
+def _require_dependencies(config: ServerConfig) -> None:
+    """Refuse keys without the keys that they require."""
     if (config.tls_certificate is None) is not (config.tls_key is None):
         raise ConfigError("server.tls_certificate, tls_key: each requires the other")
     if config.client_ca is not None and config.tls_certificate is None:

@@ -42,23 +42,23 @@ class Tls:
 
     def __init__(self, config: ServerConfig) -> None:
         paths = [path for path in (config.tls_certificate, config.tls_key, config.client_ca) if path is not None]
-        self._files = ReloadedFiles("TLS certificates", paths, lambda: _read(config))
+        self._files = ReloadedFiles("TLS certificates", paths, lambda: _read_files(config))
         self._needs_client_certificate = config.client_ca is not None
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Return credentials for one gRPC port. After the files change, new connections use the new contents."""
-        current = self._files.get()
+        last_fetched = self._files.get()
 
         def fetch_if_changed() -> grpc.ServerCertificateConfiguration | None:  # called before each handshake
-            nonlocal current
+            nonlocal last_fetched
             files = self._files.get()
-            if files is current:
+            if files is last_fetched:
                 return None
-            current = files
-            return _configuration(files)
+            last_fetched = files
+            return _grpc_configuration(files)
 
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(current),
+            _grpc_configuration(last_fetched),
             fetch_if_changed,  # type: ignore[arg-type]  # the stubs lack None, which means no change
             self._needs_client_certificate,
         )
@@ -68,9 +68,9 @@ class Tls:
         return self._files.get().https
 
 
-def _read(config: ServerConfig) -> TlsFiles:
-    certificate = _contents("tls_certificate", config.tls_certificate)
-    key = _contents("tls_key", config.tls_key)
+def _read_files(config: ServerConfig) -> TlsFiles:
+    certificate = _read_pem("tls_certificate", config.tls_certificate)
+    key = _read_pem("tls_key", config.tls_key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         # A key with a password would make OpenSSL ask for it on the terminal.
@@ -81,7 +81,7 @@ def _read(config: ServerConfig) -> TlsFiles:
         ) from error
     if config.client_ca is None:
         return TlsFiles(certificate, key, None, context)
-    client_ca = _contents("client_ca", config.client_ca)
+    client_ca = _read_pem("client_ca", config.client_ca)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=client_ca.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
@@ -89,13 +89,13 @@ def _read(config: ServerConfig) -> TlsFiles:
     return TlsFiles(certificate, key, client_ca, context)
 
 
-def _contents(key: str, path: str | None) -> bytes:
+def _read_pem(config_key: str, path: str | None) -> bytes:
     if path is None:
-        raise ConfigError(f"server.{key}: the file is not configured")
-    return read_named(f"server.{key}", path)
+        raise ConfigError(f"server.{config_key}: the file is not configured")
+    return read_named(f"server.{config_key}", path)
 
 
-def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
+def _grpc_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration(
         [(files.key, files.certificate)], root_certificates=files.client_ca
     )

@@ -81,7 +81,7 @@ def load_record(load: vllm_engine_pb2.SchedulerLoad, sample: int) -> engine_comm
 
 
 def scheduler_load(
-    limits: Limits, load: EngineLoad, tokens: TokenCounter, config: Config
+    limits: Limits, load: EngineLoad, token_counter: TokenCounter, config: Config
 ) -> vllm_engine_pb2.SchedulerLoad:
     """Describe the load. Blocks that can be evicted count as free, because a warm cache can take more requests."""
     requests = load.requests
@@ -93,8 +93,8 @@ def scheduler_load(
         num_used_tokens=min(_MAX_INT32, load.blocks.in_use * limits.block_size),
         max_total_num_tokens=min(_MAX_INT32, load.blocks.total * limits.block_size),
         token_usage=load.blocks.in_use / load.blocks.total,
-        gen_throughput=tokens.tokens_per_s(),
-        cache_hit_rate=tokens.hit_rate,
+        gen_throughput=token_counter.tokens_per_s(),
+        cache_hit_rate=token_counter.hit_rate,
         utilization=load.blocks.in_use / load.blocks.total,
         max_running_requests=min(_MAX_INT32, config.engine.max_running_requests),
     )

@@ -26,8 +26,8 @@ class GatewayEvents:
 
     Args:
         batches: batches of the event log, from the requested sequence number on. The caller closes this iterator.
-        first_number: sequence number of load records before the first batch; None to send none before it.
-        load: returns the engine's load.
+        first_number: sequence number of load records before the first batch; None to send no load records before it.
+        load: returns the engine's current load.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class GatewayEvents:
         load: Callable[[], Awaitable[SchedulerLoad]],
     ) -> None:
         self._batches = batches
-        self._number = first_number
+        self._sequence_number = first_number
         self._load = load
         self._event_ids = itertools.count(1)
         self._samples = itertools.count(1)
@@ -55,7 +55,7 @@ class GatewayEvents:
                 await asyncio.wait([next_batch], timeout=max(0.0, next_load_s - clock()))
                 if next_batch.done():
                     batch = next_batch.result()
-                    self._number = batch.sequence_number
+                    self._sequence_number = batch.sequence_number
                     yield batch_message(batch, self._event_ids)
                     next_batch = asyncio.ensure_future(anext(self._batches))
                 if clock() >= next_load_s:
@@ -70,14 +70,17 @@ class GatewayEvents:
 
     async def _load_message(self) -> engine_common_pb2.KvEventBatch | None:
         """Return a load record; None before a sequence number is known, and while the engine accepts no calls."""
-        if self._number is None:
+        if self._sequence_number is None:
             return None
         try:
             load = await self._load()
         except LifecycleError:
             return None
         return engine_common_pb2.KvEventBatch(
-            sequence_number=self._number, timestamp=time.time(), dp_rank=0, load=load_record(load, next(self._samples))
+            sequence_number=self._sequence_number,
+            timestamp=time.time(),
+            dp_rank=0,
+            load=load_record(load, next(self._samples)),
         )
 
 
@@ -97,9 +100,9 @@ def batch_message(batch: EventBatch, event_ids: itertools.count[int]) -> engine_
         ],
     )
     if batch.snapshot is not None:
-        part = batch.snapshot
+        chunk = batch.snapshot
         message.snapshot.CopyFrom(
-            engine_common_pb2.KvSnapshotChunk(index=part.index, count=part.count, blocks=part.num_blocks)
+            engine_common_pb2.KvSnapshotChunk(index=chunk.index, count=chunk.count, blocks=chunk.num_blocks)
         )
     return message
 

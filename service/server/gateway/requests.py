@@ -17,9 +17,9 @@ from radixkv.service.server.servicers.messages import new_request_id, require_na
 from radixkv.service.structured.grammar_text import GrammarText
 
 # Fields that would change the completion, and that radixkv does not support.
-_REFUSED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
+_REFUSED_FIELDS = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
 _REFUSED_LISTS = ("extra_mm_inputs",)
-_REFUSED_OF_SAMPLING = ("truncate_prompt_tokens", "structural_tag")
+_REFUSED_SAMPLING_FIELDS = ("truncate_prompt_tokens", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +71,14 @@ def read_generation(
     )
     if options.n > MAX_ANSWERS:
         raise InvalidRequest(f"n: expected at most {MAX_ANSWERS}, got {options.n}")
-    max_new_tokens_left = max(1, limits.max_new_tokens(params.num_tokens, tenant))
-    sampling = _read_sampling(options, max_new_tokens_left)
+    default_max_new_tokens = max(1, limits.max_new_tokens(params.num_tokens, tenant))
+    sampling = _read_sampling(options, default_max_new_tokens)
     return GatewayGeneration(
         params, sampling, options.n or 1, tuple(options.stop), _read_grammar(options), request.stream
     )
 
 
-def _read_sampling(options: vllm_engine_pb2.SamplingParams, max_new_tokens_left: int) -> Sampling:
+def _read_sampling(options: vllm_engine_pb2.SamplingParams, default_max_new_tokens: int) -> Sampling:
     if options.HasField("max_tokens") and options.max_tokens == 0:
         raise InvalidRequest("max_tokens: expected at least 1, got 0")
     if len(options.stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -86,7 +86,7 @@ def _read_sampling(options: vllm_engine_pb2.SamplingParams, max_new_tokens_left:
             f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS} of them, got {len(options.stop_token_ids)}"
         )
     return Sampling(
-        max_new_tokens=options.max_tokens if options.HasField("max_tokens") else max_new_tokens_left,
+        max_new_tokens=options.max_tokens if options.HasField("max_tokens") else default_max_new_tokens,
         temperature=options.temperature if options.HasField("temperature") else 1.0,
         top_p=options.top_p or 1.0,
         seed=options.seed % NUM_SEEDS if options.HasField("seed") else random_seed(),
@@ -116,11 +116,11 @@ def _read_grammar(options: vllm_engine_pb2.SamplingParams) -> GrammarText | None
 def _require_supported(request: vllm_engine_pb2.GenerateRequest) -> None:
     """Refuse fields that radixkv would have to ignore."""
     options = request.sampling_params
-    present = [name for name in _REFUSED if request.HasField(name)]
-    present += [name for name in _REFUSED_LISTS if getattr(request, name)]
-    present += [name for name in _REFUSED_OF_SAMPLING if options.HasField(name)]
-    if present:
-        raise InvalidRequest(f"{present[0]}: radixkv does not support this field; leave it out")
+    unsupported = [name for name in _REFUSED_FIELDS if request.HasField(name)]
+    unsupported += [name for name in _REFUSED_LISTS if getattr(request, name)]
+    unsupported += [name for name in _REFUSED_SAMPLING_FIELDS if options.HasField(name)]
+    if unsupported:
+        raise InvalidRequest(f"{unsupported[0]}: radixkv does not support this field; leave it out")
     if request.WhichOneof("input") == "text":
         raise InvalidRequest("text: expected token ids in tokenized.input_ids, got text")
     if request.data_parallel_rank != 0:

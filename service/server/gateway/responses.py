@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from radixkv.api.result import FinishReason, GenerateResult, TokenLogprobs, Usage
 from radixkv.gateway import vllm_engine_pb2
-from radixkv.service.server.servicers.response_writer import PIECE_LOGPROBS, ResponseWriter, num_logprobs, runs
+from radixkv.service.server.servicers.response_writer import PIECE_LOGPROBS, ResponseWriter, num_logprobs, row_slices
 from radixkv.service.token_ids import length_head
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -89,47 +89,50 @@ async def add_logprobs(
         The response, as bytes if it is large.
     """
     name = response.WhichOneof("response")
-    part = getattr(response, str(name))
-    token_ids = part.token_ids if name == "chunk" else part.output_ids
+    body = getattr(response, str(name))  # the chunk or the complete completion
+    token_ids = body.token_ids if name == "chunk" else body.output_ids
     pieces_of = {
-        part.OUTPUT_LOGPROBS_FIELD_NUMBER: _output_pieces(token_ids, logprobs),
-        part.INPUT_LOGPROBS_FIELD_NUMBER: _prompt_pieces(prompt, prompt_logprobs),
+        body.OUTPUT_LOGPROBS_FIELD_NUMBER: _output_pieces(token_ids, logprobs),
+        body.INPUT_LOGPROBS_FIELD_NUMBER: _prompt_pieces(prompt, prompt_logprobs),
     }
     if num_logprobs(logprobs) + num_logprobs(prompt_logprobs) > PIECE_LOGPROBS:
-        return await writer.join(_nested_pieces(response.DESCRIPTOR.fields_by_name[name].number, part, pieces_of))
-    for piece in pieces_of[part.OUTPUT_LOGPROBS_FIELD_NUMBER]:
-        part.output_logprobs.MergeFrom(piece)
-    for piece in pieces_of[part.INPUT_LOGPROBS_FIELD_NUMBER]:
-        part.input_logprobs.MergeFrom(piece)
+        return await writer.join(_nested_pieces(response.DESCRIPTOR.fields_by_name[name].number, body, pieces_of))
+    for piece in pieces_of[body.OUTPUT_LOGPROBS_FIELD_NUMBER]:
+        body.output_logprobs.MergeFrom(piece)
+    for piece in pieces_of[body.INPUT_LOGPROBS_FIELD_NUMBER]:
+        body.input_logprobs.MergeFrom(piece)
     return response
 
 
-def _nested_pieces(number: int, part: Message, pieces_of: Mapping[int, Iterator[Message]]) -> Iterator[bytes]:
-    """Serialize the field `number` of a response: its length, the message `part`, and the log probabilities."""
-    written = [part.SerializeToString()]
+def _nested_pieces(
+    body_field_number: int, body: Message, pieces_of: Mapping[int, Iterator[Message]]
+) -> Iterator[bytes]:
+    """Serialize a response: the field that contains `body`, and in it the message `body` and the log probabilities."""
+    serialized = [body.SerializeToString()]
     for field_number, messages in pieces_of.items():
         pieces = [message.SerializeToString() for message in messages]
-        written += [length_head(field_number, sum(map(len, pieces))), *pieces] if pieces else []
-    yield length_head(number, sum(map(len, written)))
-    yield from written
+        if pieces:
+            serialized += [length_head(field_number, sum(map(len, pieces))), *pieces]
+    yield length_head(body_field_number, sum(map(len, serialized)))
+    yield from serialized
 
 
 def _output_pieces(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
 ) -> Iterator[vllm_engine_pb2.OutputLogProbs]:
-    """Yield messages whose serialized concatenation is one message."""
-    for run in runs(logprobs):
-        part_rows = logprobs[run][: max(0, len(token_ids) - run.start)]
-        if part_rows:
+    """Yield pieces of the log probabilities of the output: serialized and concatenated, they are one message."""
+    for row_slice in row_slices(logprobs):
+        rows = logprobs[row_slice][: max(0, len(token_ids) - row_slice.start)]
+        if rows:
             yield vllm_engine_pb2.OutputLogProbs(
-                token_logprobs=[each.logprob for each in part_rows],
-                token_ids=token_ids[run],
-                top_logprobs=_top_messages(part_rows),
+                token_logprobs=[each.logprob for each in rows],
+                token_ids=token_ids[row_slice],
+                top_logprobs=_top_messages(rows),
             )
 
 
 def _prompt_pieces(tokens: bytes, logprobs: Sequence[TokenLogprobs]) -> Iterator[vllm_engine_pb2.InputLogProbs]:
-    """Yield messages whose serialized concatenation is one message. The first prompt token has no log probability."""
+    """Yield pieces of the log probabilities of the prompt, as `_output_pieces` does. The first token has none."""
     if not logprobs:
         return
     yield vllm_engine_pb2.InputLogProbs(
@@ -137,11 +140,11 @@ def _prompt_pieces(tokens: bytes, logprobs: Sequence[TokenLogprobs]) -> Iterator
         token_ids=np.frombuffer(tokens, dtype="<u4").tolist(),
         top_logprobs=[vllm_engine_pb2.TopLogProbs()],
     )
-    for run in runs(logprobs):
-        part_rows = logprobs[run]
+    for row_slice in row_slices(logprobs):
+        rows = logprobs[row_slice]
         yield vllm_engine_pb2.InputLogProbs(
-            token_logprobs=[vllm_engine_pb2.InputTokenLogProb(value=each.logprob) for each in part_rows],
-            top_logprobs=_top_messages(part_rows),
+            token_logprobs=[vllm_engine_pb2.InputTokenLogProb(value=each.logprob) for each in rows],
+            top_logprobs=_top_messages(rows),
         )
 
 

@@ -70,7 +70,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._turns = shared.turns
         self._writer = ResponseWriter()
         self._calls = RunningCalls()
-        self._tokens = TokenCounter()
+        self._token_counter = TokenCounter()
 
     async def Generate(  # noqa: N802
         self, request: vllm_engine_pb2.GenerateRequest, context: Context
@@ -91,13 +91,15 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def _completions(
         self, generation: GatewayGeneration, call: RunningCall
     ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse | bytes]:
-        key = QuotaKey.of_tenant(generation.params.caller.tenant)
-        sampling = await self._grammars.constrain(generation.sampling, generation.grammar, key)
+        quota_key = QuotaKey.of_tenant(generation.params.caller.tenant)
+        sampling = await self._grammars.constrain(generation.sampling, generation.grammar, quota_key)
         stops = await stop_strings(
             self._tokenizer, generation.stops, generation.params, sampling, generation.num_completions
         )
         stop_token_ids = sampling.stop_token_ids | self._engine.eos_token_ids
-        with contextlib.closing(TokenStream(self._mailbox, self._held_bytes, key, call.cancel, self._turns)) as stream:
+        with contextlib.closing(
+            TokenStream(self._mailbox, self._held_bytes, quota_key, call.cancel, self._turns)
+        ) as stream:
             on_tokens = stream.put if generation.is_streamed or stops is not None else stream.keep
             for index in range(generation.num_completions):
                 future = self._engine.generate(generation.params, sampling.of_answer(index), partial(on_tokens, index))
@@ -120,37 +122,40 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         stop_token_ids: Set[int],
     ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse | bytes]:
         num_sent = [0] * generation.num_completions
-        num_seen = [0] * generation.num_completions
+        # Tokens of completions that are not streamed: they stay in the stream, and are searched for stop strings once.
+        num_checked = [0] * generation.num_completions
         usages = [Usage(generation.params.num_tokens, 0, generation.params.num_tokens, 0)] * generation.num_completions
         num_running = generation.num_completions
         while num_running:
             updated, ended = await stream.get()
+
             for index in updated:
-                tokens = stream.take(index) if generation.is_streamed else stream.unsent(index)
-                usages[index] = tokens.last_usage
-                token_ids = tokens.token_ids[num_seen[index] :]
+                new_tokens = stream.take(index) if generation.is_streamed else stream.unsent(index)
+                usages[index] = new_tokens.last_usage
+                token_ids = new_tokens.token_ids[num_checked[index] :]
                 if not generation.is_streamed:
-                    num_seen[index] += len(token_ids)
+                    num_checked[index] += len(token_ids)
                 if stops is not None:
-                    del token_ids[stops.num_kept(index, token_ids) :]
+                    del token_ids[stops.add_tokens(index, token_ids) :]
                     if stops.has_ended(index):
                         call.futures[index].finish()
                 if generation.is_streamed and token_ids:
                     num_sent[index] += len(token_ids)
-                    self._tokens.add_generated(len(token_ids))
+                    self._token_counter.add_generated(len(token_ids))
                     chunk = chunk_response(token_ids, usages[index], index)
-                    yield await self._add_logprobs(chunk, generation, tokens.logprobs, tokens.prompt_logprobs)
+                    yield await self._add_logprobs(chunk, generation, new_tokens.logprobs, new_tokens.prompt_logprobs)
+
             for index in ended:
                 if call.is_aborted and call.futures[index].cancelled():
                     yield aborted_response(usages[index].prompt_tokens, usages[index].cached_tokens, index)
                     continue
                 result = await result_of(self._engine, self._mailbox, call.futures[index])
-                matched = ""
+                matched_stop = ""
                 if stops is not None:
-                    result, matched = stops.cut(index, result)
+                    result, matched_stop = stops.cut(index, result)
                 start = num_sent[index]
-                self._tokens.add_generated(len(result.token_ids) - start)
-                self._tokens.add_prompt(result.usage)
+                self._token_counter.add_generated(len(result.token_ids) - start)
+                self._token_counter.add_prompt(result.usage)
                 prompt_logprobs = () if start else result.prompt_logprobs
                 logprobs = stream.take(index).logprobs
                 logprobs.extend(result.logprobs)
@@ -159,7 +164,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                     yield await self._add_logprobs(chunk, generation, logprobs, prompt_logprobs)
                     prompt_logprobs = ()
                 has_stop_token = result.token_ids[-1] in stop_token_ids
-                complete = complete_response(result, start, index, matched, has_stop_token=has_stop_token)
+                complete = complete_response(result, start, index, matched_stop, has_stop_token=has_stop_token)
                 yield await self._add_logprobs(complete, generation, logprobs, prompt_logprobs)
             num_running -= len(ended)
 
@@ -240,4 +245,4 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def _load(self) -> vllm_engine_pb2.SchedulerLoad:
         load = await result_of(self._engine, self._mailbox, self._engine.load())
-        return scheduler_load(self._engine.limits, load, self._tokens, self._config)
+        return scheduler_load(self._engine.limits, load, self._token_counter, self._config)

@@ -22,9 +22,10 @@ class TokenCounter:
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._generated_tokens = 0
-        self._rate = 0.0
-        self._rate_s = clock()
-        self._rate_tokens = 0
+        # The last measurement: its result, when it was made, and how many tokens had been generated then.
+        self._tokens_per_s = 0.0
+        self._measured_at_s = clock()
+        self._measured_tokens = 0
 
     def add_generated(self, num_tokens: int) -> None:
         """Count generated tokens."""
@@ -43,8 +44,8 @@ class TokenCounter:
     def tokens_per_s(self) -> float:
         """Return the generated tokens per second, measured over periods of at least one second."""
         now_s = self._clock()
-        if now_s - self._rate_s >= _PERIOD_S:
-            self._rate = (self._generated_tokens - self._rate_tokens) / (now_s - self._rate_s)
-            self._rate_s = now_s
-            self._rate_tokens = self._generated_tokens
-        return self._rate
+        if now_s - self._measured_at_s >= _PERIOD_S:
+            self._tokens_per_s = (self._generated_tokens - self._measured_tokens) / (now_s - self._measured_at_s)
+            self._measured_at_s = now_s
+            self._measured_tokens = self._generated_tokens
+        return self._tokens_per_s

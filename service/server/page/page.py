@@ -50,15 +50,15 @@ class Page:
         """
         body: bytes | None
         if method not in ("GET", "HEAD"):
-            status, kind, body = HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"Method Not Allowed\n"
+            status, media_type, body = HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"Method Not Allowed\n"
         elif path == "/":
-            status, kind, body = HTTPStatus.OK, "text/html", self._html
+            status, media_type, body = HTTPStatus.OK, "text/html", self._html
         else:
-            status, kind, body = HTTPStatus.OK, "application/json", self._feed.state()
+            status, media_type, body = HTTPStatus.OK, "application/json", self._feed.state()
         if body is None:
-            status, kind, body = HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"the engine does not respond\n"
+            status, media_type, body = HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"the engine does not respond\n"
         headers = [
-            ("Content-Type", f"{kind}; charset=utf-8"),
+            ("Content-Type", f"{media_type}; charset=utf-8"),
             ("Content-Length", str(len(body))),
             ("Content-Security-Policy", self._policy),
             ("X-Content-Type-Options", "nosniff"),

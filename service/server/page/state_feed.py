@@ -15,6 +15,7 @@ import numpy as np
 
 from radixkv import __version__
 from radixkv.api.segments import Segment
+from radixkv.cache.block_pool import BlockState
 from radixkv.doctor.advice import ADVICE
 from radixkv.errors import CapacityError, LifecycleError
 from radixkv.service.server.hottest_segments import HottestSegments
@@ -28,7 +29,7 @@ MAX_TENANTS = 25
 MAX_CELLS = 1024
 MAX_CAUSES = 10
 _TIMEOUT_S = 5.0  # per state; the engine answers between two steps
-_FRESH_S = 0.5
+_FRESH_S = 0.5  # how long a state is returned to all pages before it is computed again
 
 _T = TypeVar("_T")
 
@@ -58,22 +59,23 @@ class StateFeed:
         """
         with self._lock:
             if self._clock() >= self._fresh_until_s:
-                self._state = self._make()
+                self._state = self._compute_state()
                 self._fresh_until_s = self._clock() + _FRESH_S
             return self._state
 
-    def _make(self) -> bytes | None:
+    def _compute_state(self) -> bytes | None:
         end_s = time.monotonic() + _TIMEOUT_S
         try:
             stats = _result(self._engine.stats(MAX_TENANTS), end_s)
             hottest = HottestSegments(MAX_SEGMENTS)
             while (future := hottest.next_call(self._engine.segments)) is not None:
                 hottest.add(_result(future, end_s))
-            states = _result(self._engine.segments.block_states(), end_s)
+            block_states = _result(self._engine.segments.block_states(), end_s)
         except (CapacityError, LifecycleError, TimeoutError, CancelledError):
             return None
         limits = self._engine.limits
-        counts = dataclasses.asdict(stats)
+        stats_fields = dataclasses.asdict(stats)
+        load_fields = stats_fields.pop("load")
         tiers = () if self._engine.offload is None else self._engine.offload.stats()
         state = {
             "version": __version__,
@@ -82,12 +84,12 @@ class StateFeed:
             "epoch": str(limits.epoch),  # has more bits than a number in a browser
             "is_healthy": self._engine.is_healthy,
             "block_size": limits.block_size,
-            **counts.pop("load"),
-            **counts,
+            **load_fields,
+            **stats_fields,
             "num_segments": hottest.num_segments,
             "compared_segments": hottest.num_compared,
             "segments": [self._segment(segment) for segment in hottest.result()],
-            "block_map": block_map(states),
+            "block_map": block_map(block_states),
             "tiers": [dataclasses.asdict(tier) for tier in tiers],
             "misses": self._misses(),
         }
@@ -143,7 +145,7 @@ class StateFeed:
 
 
 def block_map(states: bytes) -> dict[str, Any]:
-    """Aggregate block states into at most `MAX_CELLS` cells of adjacent blocks.
+    """Count the blocks in each `BlockState`, in at most `MAX_CELLS` cells of adjacent blocks.
 
     >>> block_map(bytes([0, 1, 2]))
     {'blocks_per_cell': 1, 'cells': [[1, 0, 0], [0, 1, 0], [0, 0, 1]]}
@@ -151,7 +153,7 @@ def block_map(states: bytes) -> dict[str, Any]:
     blocks_per_cell = max(1, -(-len(states) // MAX_CELLS))
     blocks = np.frombuffer(states, dtype=np.uint8)
     starts = np.arange(0, blocks.size, blocks_per_cell)
-    counts = [np.add.reduceat(blocks == state, starts, dtype=np.int64) for state in range(3)] if blocks.size else []
+    counts = [np.add.reduceat(blocks == state, starts, dtype=np.int64) for state in BlockState] if blocks.size else []
     cells = np.stack(counts, axis=1).tolist() if counts else []
     return {"blocks_per_cell": blocks_per_cell, "cells": cells}
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from radixkv.errors import QueueFull
 from radixkv.service.server.auth.identity import Identity
 
-_RETRY_S = 1.0
+_RETRY_AFTER_S = 1.0
 
 
 class QuotaKind(StrEnum):
@@ -75,47 +75,48 @@ class FairShares:
     def available(self, key: QuotaKey) -> int:
         """Return the number of units that a key can take now: the free ones, or those up to its share if more.
 
+        With these units, at most twice the limit is in use.
         `take` may grant more to a key that uses none.
         """
-        own = self._used_by.get(key, 0)
-        up_to_share = self._share(own) - own
+        used_by_key = self._used_by.get(key, 0)
+        up_to_share = self._share(used_by_key) - used_by_key
         return max(0, min(max(self._limit - self._used, up_to_share), 2 * self._limit - self._used))
 
-    def take(self, key: QuotaKey, number: int) -> None:
+    def take(self, key: QuotaKey, num_units: int) -> None:
         """Charge units to a key.
 
         Raises:
             QueueFull: the limit would be exceeded, and so would the share of this key, or twice the limit.
         """
-        own = self._used_by.get(key, 0)
-        after = self._used + number
-        if after > self._limit:
-            self._require_share(key, own, number)
-        self._used_by[key] = own + number
-        self._used = after
+        used_by_key = self._used_by.get(key, 0)
+        used_after = self._used + num_units
+        if used_after > self._limit:
+            self._require_share(key, used_by_key, num_units)
+        self._used_by[key] = used_by_key + num_units
+        self._used = used_after
 
-    def release(self, key: QuotaKey, number: int) -> None:
+    def release(self, key: QuotaKey, num_units: int) -> None:
         """Return units that `take` granted."""
-        self._used -= number
-        left = self._used_by[key] - number
-        if left:
-            self._used_by[key] = left
+        self._used -= num_units
+        num_left = self._used_by[key] - num_units
+        if num_left:
+            self._used_by[key] = num_left
         else:
             del self._used_by[key]
 
-    def _require_share(self, key: QuotaKey, own: int, number: int) -> None:
-        share = self._share(own)
-        if own and own + number > share:
+    def _require_share(self, key: QuotaKey, used_by_key: int, num_units: int) -> None:
+        share = self._share(used_by_key)
+        if used_by_key and used_by_key + num_units > share:
             raise QueueFull(
                 f"service: expected at most an equal share of {self._limit} {self._unit} for this "
-                f"{key.kind.name.lower()}, got {own + number}",
-                retry_after_s=_RETRY_S,
+                f"{key.kind.name.lower()}, got {used_by_key + num_units}",
+                retry_after_s=_RETRY_AFTER_S,
             )
-        if self._used + number > 2 * self._limit and self._used:
+        if self._used + num_units > 2 * self._limit and self._used:
             raise QueueFull(
-                f"service: more than {2 * self._limit} {self._unit} would be in use", retry_after_s=_RETRY_S
+                f"service: more than {2 * self._limit} {self._unit} would be in use", retry_after_s=_RETRY_AFTER_S
             )
 
-    def _share(self, own: int) -> int:
-        """Return the equal share of a key that uses `own` units."""
-        return self._limit // (len(self._used_by) + (not own))
+    def _share(self, used_by_key: int) -> int:
+        """Return the equal share of a key that uses `used_by_key` units. If it uses none, it counts as one more key."""
+        return self._limit // (len(self._used_by) + (not used_by_key))

@@ -12,8 +12,8 @@ from radixkv.service.server.accept_loop import make_server
 from radixkv.service.server.open_files import max_connections
 
 # A token id that is not packed: a tag and four bytes.
-_TOKEN_BYTES = 5
-# Everything else in a request: a schema has at most 65,536 characters.
+_UNPACKED_TOKEN_BYTES = 5
+# Everything else in a request. The largest other field is a JSON schema, of at most 65,536 characters.
 _OTHER_BYTES = 2**19
 _MAX_INT32 = 2**31 - 1  # the largest value that gRPC accepts
 
@@ -24,7 +24,7 @@ WINDOW_BYTES = 65_536
 # during a long prefill. gRPC's default of 5 minutes would close the connections of clients with common keepalive times.
 _MIN_PING_INTERVAL_MS = 5000
 
-# The receiver refuses calls above `max_calls` and counts them. gRPC refuses silently, and only above this multiple.
+# The receiver refuses calls above `max_calls` and counts them. gRPC refuses silently, only above this multiple of it.
 _MAX_CALLS_FACTOR = 4
 
 
@@ -32,7 +32,7 @@ def max_message_bytes(config: ServerConfig, limits: Limits) -> int:
     """Return the size of the largest message that is accepted."""
     if config.max_message_bytes is not None:
         return config.max_message_bytes
-    return min(_MAX_INT32, limits.max_prompt_tokens * _TOKEN_BYTES + _OTHER_BYTES)
+    return min(_MAX_INT32, limits.max_prompt_tokens * _UNPACKED_TOKEN_BYTES + _OTHER_BYTES)
 
 
 def grpc_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
@@ -54,10 +54,10 @@ def grpc_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
         ("grpc.max_connection_idle_ms", round(config.connection_idle_s * 1000)),
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.http2.bdp_probe", 0),
-        # Connections that do not complete their handshake.
+        # Close connections that do not complete their handshake within 10 s.
         ("grpc.server_handshake_timeout_ms", 10_000),
         ("grpc.http2.settings_timeout", 10_000),
-        # Clients that vanish without closing their connection are detected within 40 s instead of 2 hours.
+        # Detect clients that vanish without closing their connection within 40 s instead of 2 hours.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         # gRPC closes a connection at the third ping that follows another one too soon, without data from the server in

@@ -15,8 +15,9 @@ PIECE_BYTES = 65_536
 # Maximum depth of nested messages that are cut as well: the tokens of a GenerateRequest are in its field `prefill`.
 _MAX_LEVELS = 2
 
+# Wire types of protobuf.
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_NUM_BYTES = {_FIXED64: 8, _FIXED32: 4}
+_FIXED_NUM_BYTES = {_FIXED64: 8, _FIXED32: 4}
 
 
 def parse_in_pieces(message: Message, data: bytes) -> Message:
@@ -35,31 +36,36 @@ def parse_in_pieces(message: Message, data: bytes) -> Message:
     Raises:
         DecodeError: the data cannot be parsed.
     """
-    for piece in _pieces(memoryview(data), cast("Descriptor", message.DESCRIPTOR), _MAX_LEVELS):
+    for piece in _cut_pieces(memoryview(data), cast("Descriptor", message.DESCRIPTOR), _MAX_LEVELS):
         message.MergeFromString(bytes(piece))
     return message
 
 
-def _pieces(data: memoryview, kind: Descriptor, num_levels: int) -> Iterator[bytes | memoryview]:
-    start = at = 0
-    while at < len(data):
-        end, number, payload = _field(data, at)
-        nested_type = _mergeable_type(kind.fields_by_number.get(number))
+def _cut_pieces(data: memoryview, message_type: Descriptor, num_levels: int) -> Iterator[bytes | memoryview]:
+    """Yield serialized messages that protobuf merges into the message `data`, cut down to a number of nested levels."""
+    start = offset = 0
+    while offset < len(data):
+        end, field_number, payload = _read_field(data, offset)
+        nested_type = _mergeable_type(message_type.fields_by_number.get(field_number))
         if payload is not None and len(payload) > PIECE_BYTES and num_levels and nested_type is not None:
-            if start < at:
-                yield data[start:at]
-            for part in _pieces(payload, nested_type, num_levels - 1):
-                yield _varint(number << 3 | _LENGTH) + _varint(len(part)) + bytes(part)
-            start = at = end
+            if start < offset:
+                yield data[start:offset]
+            for nested_piece in _cut_pieces(payload, nested_type, num_levels - 1):
+                yield (
+                    _encode_varint(field_number << 3 | _LENGTH)
+                    + _encode_varint(len(nested_piece))
+                    + bytes(nested_piece)
+                )
+            start = offset = end
             continue
         if payload is None:
-            end = _run_end(data, at, end)
-        at = end
-        if at - start >= PIECE_BYTES:
-            yield data[start:at]
-            start = at
-    if start < at:
-        yield data[start:at]
+            end = _run_end(data, offset, end)
+        offset = end
+        if offset - start >= PIECE_BYTES:
+            yield data[start:offset]
+            start = offset
+    if start < offset:
+        yield data[start:offset]
 
 
 def _mergeable_type(field: FieldDescriptor | None) -> Descriptor | None:
@@ -72,7 +78,7 @@ def _mergeable_type(field: FieldDescriptor | None) -> Descriptor | None:
     return None if field.is_repeated or field.containing_oneof is not None else field.message_type
 
 
-def _field(data: memoryview, at: int) -> tuple[int, int, memoryview | None]:
+def _read_field(data: memoryview, offset: int) -> tuple[int, int, memoryview | None]:
     """Return where the field at this offset ends, its number, and its payload if it is length-delimited.
 
     A group, or a field with an invalid wire type, is taken to extend to the end of the data, and is left to protobuf.
@@ -80,47 +86,55 @@ def _field(data: memoryview, at: int) -> tuple[int, int, memoryview | None]:
     Raises:
         DecodeError: the field is incomplete, or a varint has more than 10 bytes.
     """
-    key, after = _read_varint(data, at)
-    kind = key & 7
-    if kind == _VARINT:
-        return _read_varint(data, after)[1], key >> 3, None
-    if kind == _LENGTH:
-        length, after = _read_varint(data, after)
-        end = after + length
-        payload = data[after:end]
+    tag, start = _read_varint(data, offset)
+    field_number, wire_type = tag >> 3, tag & 7
+    if wire_type == _VARINT:
+        return _read_varint(data, start)[1], field_number, None
+    if wire_type == _LENGTH:
+        length, start = _read_varint(data, start)
+        end = start + length
+        payload = data[start:end]
     else:
-        end = after + _NUM_BYTES[kind] if kind in _NUM_BYTES else len(data)
+        end = start + _FIXED_NUM_BYTES[wire_type] if wire_type in _FIXED_NUM_BYTES else len(data)
         payload = None
     if end > len(data):
         raise DecodeError("the last field is incomplete")
-    return end, key >> 3, payload
+    return end, field_number, payload
 
 
-def _run_end(data: memoryview, at: int, end: int) -> int:
-    """Return where a run of fields with the same tag ends, if their size is fixed; at most one piece further."""
-    if data[at] & 7 not in _NUM_BYTES:
+def _run_end(data: memoryview, offset: int, end: int) -> int:
+    """Return where a run of fields with the same tag ends, at most one piece after `offset`.
+
+    Args:
+        data: the serialized message.
+        offset: where the first field of the run starts.
+        end: where it ends. This is also the end of the run if fields of this wire type have no fixed size.
+    """
+    if data[offset] & 7 not in _FIXED_NUM_BYTES:
         return end
-    width = end - at
-    num_head = width - _NUM_BYTES[data[at] & 7]
-    num_rows = min(PIECE_BYTES, len(data) - at) // width
-    rows = np.frombuffer(data[at : at + num_rows * width], dtype=np.uint8).reshape(-1, width)[:, :num_head]
-    differs = (rows != rows[:1]).any(axis=1)
-    return at + width * (int(differs.argmax()) if differs.any() else max(1, num_rows))
+    field_bytes = end - offset
+    tag_bytes = field_bytes - _FIXED_NUM_BYTES[data[offset] & 7]
+    num_fields = min(PIECE_BYTES, len(data) - offset) // field_bytes
+    fields = np.frombuffer(data[offset : offset + num_fields * field_bytes], dtype=np.uint8).reshape(-1, field_bytes)
+    tags = fields[:, :tag_bytes]
+    differs = (tags != tags[:1]).any(axis=1)
+    run_length = int(differs.argmax()) if differs.any() else max(1, num_fields)
+    return offset + field_bytes * run_length
 
 
-def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
+def _read_varint(data: memoryview, offset: int) -> tuple[int, int]:
     value = 0
     for index in range(10):
-        if at + index >= len(data):
+        if offset + index >= len(data):
             break
-        byte = data[at + index]
+        byte = data[offset + index]
         value |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
-            return value, at + index + 1
+            return value, offset + index + 1
     raise DecodeError("a varint is incomplete or longer than 10 bytes")
 
 
-def _varint(value: int) -> bytes:
+def _encode_varint(value: int) -> bytes:
     encoded = bytearray()
     while value >= 0x80:
         encoded.append(value & 0x7F | 0x80)

@@ -12,7 +12,7 @@ from radixkv.service.server.receive.grpc_options import WINDOW_BYTES
 # While other calls wait for a slot, a message may take this long, so that slow senders cannot occupy the slots.
 _GRACE_S = 0.25
 _RETRY_S = 1.0
-_MAX_REMEMBERED = 16_384
+_MAX_REMEMBERED_CONNECTIONS = 16_384
 
 
 class ReceiveSlots:
@@ -46,7 +46,7 @@ class ReceiveSlots:
         is_small = not isinstance(data, bytes) or len(data) <= WINDOW_BYTES  # gRPC's EOF is not bytes
         if is_small:
             self._small_senders[connection] = None
-            if len(self._small_senders) > _MAX_REMEMBERED:
+            if len(self._small_senders) > _MAX_REMEMBERED_CONNECTIONS:
                 del self._small_senders[next(iter(self._small_senders))]
         return data
 
@@ -76,7 +76,7 @@ class SlotQueue:
         self._num_waiting = 0
         self._receiving: dict[asyncio.Task[object], float] = {}  # with their start times, the oldest first
         self._expired: set[asyncio.Task[object]] = set()
-        self._check: asyncio.TimerHandle | None = None  # the next call of `_expire_late`
+        self._next_check: asyncio.TimerHandle | None = None  # the next call of `_cancel_late`
 
     async def receive(self, connection: str, read: Callable[[], Awaitable[bytes]]) -> bytes:
         """Wait for a slot and read a message.
@@ -86,8 +86,8 @@ class SlotQueue:
             read: reads the message.
 
         Raises:
-            QueueFull: too many calls wait, and no connection has more of them; or the message was slow while calls
-                waited.
+            QueueFull: too many calls wait, and no connection has more of them than this one; or the message was slow
+                while calls waited.
             DeadlinePassed: the message did not arrive within `timeout_s`.
         """
         if self._num_free:
@@ -98,8 +98,8 @@ class SlotQueue:
         task = asyncio.current_task()
         assert task is not None, "gRPC runs each call as a task"
         start_s = self._receiving[task] = loop.time()
-        if self._check is None:
-            self._check = loop.call_at(start_s + self._timeout_s, self._expire_late)
+        if self._next_check is None:
+            self._next_check = loop.call_at(start_s + self._timeout_s, self._cancel_late)
         try:
             return await read()
         except asyncio.CancelledError:
@@ -111,8 +111,8 @@ class SlotQueue:
             self._expired.discard(task)
             self._pass_on_slot()
 
-    def _timeout_error(self, seconds: float) -> RadixKVError:
-        if seconds < self._timeout_s:
+    def _timeout_error(self, elapsed_s: float) -> RadixKVError:
+        if elapsed_s < self._timeout_s:
             return QueueFull(
                 f"message: only a part of it arrived within {_GRACE_S} s, the limit while other calls wait",
                 retry_after_s=_RETRY_S,
@@ -138,7 +138,7 @@ class SlotQueue:
             raise
 
     def _pass_on_slot(self) -> None:
-        """Grant a slot to the connection whose turn it is."""
+        """Grant a slot to the connection whose turn it is. If no call waits, the slot becomes free."""
         while self._queues:
             connection = next(iter(self._queues))
             queue = self._queues.pop(connection)
@@ -176,14 +176,14 @@ class SlotQueue:
         """Look for slow messages every quarter of the grace period while calls wait."""
         loop = asyncio.get_running_loop()
         soon_s = loop.time() + _GRACE_S / 4
-        if self._check is None or self._check.when() > soon_s:
-            if self._check is not None:
-                self._check.cancel()
-            self._check = loop.call_at(soon_s, self._expire_late)
+        if self._next_check is None or self._next_check.when() > soon_s:
+            if self._next_check is not None:
+                self._next_check.cancel()
+            self._next_check = loop.call_at(soon_s, self._cancel_late)
 
-    def _expire_late(self) -> None:
+    def _cancel_late(self) -> None:
         """Cancel messages that exceed the timeout and, per waiting call, one message that exceeds the grace period."""
-        self._check = None
+        self._next_check = None
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         num_to_free = self._num_waiting
@@ -197,4 +197,4 @@ class SlotQueue:
             self._check_soon()
         elif len(self._receiving) > len(self._expired):
             oldest_s = next(start_s for task, start_s in self._receiving.items() if task not in self._expired)
-            self._check = loop.call_at(oldest_s + self._timeout_s, self._expire_late)
+            self._next_check = loop.call_at(oldest_s + self._timeout_s, self._cancel_late)

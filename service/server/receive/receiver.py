@@ -24,17 +24,17 @@ from radixkv.service.server.receive.response_bytes import response_bytes
 from radixkv.service.server.receive.unsent_responses import UnsentResponses
 from radixkv.service.server.thread_call import call_on_thread
 
-_MIN_SLOTS = 4
-_MAX_WAITING = 1024
+_MIN_SLOTS = 4  # messages that are received at once, even if together they may exceed `max_receiving_bytes`
+_MAX_WAITING_CALLS = 1024  # that wait for a slot, in each class of slots
 # Large messages that are parsed at the same time; each occupies a thread.
 _MAX_PARSING = 2
 # Health watches may use this share of `max_calls`, and event streams and reflection together as much again. The limits
 # are separate, because watches need no credentials and must not keep routers from their events.
 _ENDLESS_SHARE = 1 / 8
 # Maximum size of a request that carries no prompt; names have at most 256 characters.
-_SMALL_BYTES = 4096
+_MAX_SMALL_BYTES = 4096
 # Orchestrators check health until the server has stopped.
-_HEALTH = "/grpc.health.v1.Health/"
+_HEALTH_PREFIX = "/grpc.health.v1.Health/"
 
 Parse = Callable[[bytes], Any]
 
@@ -52,10 +52,10 @@ class InFlightCall:
     __slots__ = (
         "_caller",
         "_calls",
-        "_held_bytes",
+        "_num_held_bytes",
+        "_num_reserved_bytes",
         "_owner",
         "_receiver",
-        "_reserved_bytes",
         "authorization",
         "context",
         "is_endless",
@@ -73,8 +73,8 @@ class InFlightCall:
         self._calls = calls
         self._caller = QuotaKey.of_caller(authorization.identity, self.peer)
         self._owner: QuotaKey | None = None
-        self._held_bytes = 0
-        self._reserved_bytes = 0
+        self._num_held_bytes = 0
+        self._num_reserved_bytes = 0
         calls.take(self._caller, 1)
         current_call().add_done_callback(self._end)
 
@@ -93,12 +93,12 @@ class InFlightCall:
             QueueFull: too many bytes are held for this tenant or caller.
         """
         self._charge(self._caller if tenant is None else QuotaKey.of_tenant(tenant), num_bytes + reserved_bytes)
-        self._reserved_bytes = reserved_bytes
+        self._num_reserved_bytes = reserved_bytes
 
     def hold_response(self, num_bytes: int) -> None:
         """Charge the bytes of a serialized response that exceed those reserved for it. Raises as `hold_request`."""
-        if num_bytes > self._reserved_bytes:
-            self._hold(num_bytes - self._reserved_bytes)
+        if num_bytes > self._num_reserved_bytes:
+            self._hold(num_bytes - self._num_reserved_bytes)
 
     def _charge(self, owner: QuotaKey, num_bytes: int) -> None:
         """Charge bytes to a quota key, in place of those that were charged before."""
@@ -107,14 +107,14 @@ class InFlightCall:
         self._hold(num_bytes)
 
     def _release(self) -> None:
-        if self._owner is not None and self._held_bytes:
-            self._receiver.held_bytes.release(self._owner, self._held_bytes)
-            self._held_bytes = 0
+        if self._owner is not None and self._num_held_bytes:
+            self._receiver.held_bytes.release(self._owner, self._num_held_bytes)
+            self._num_held_bytes = 0
 
     def _hold(self, num_bytes: int) -> None:
         assert self._owner is not None, "a call holds bytes only after its request was received"
         self._receiver.held_bytes.take(self._owner, num_bytes)
-        self._held_bytes += num_bytes
+        self._num_held_bytes += num_bytes
 
     def _end(self, _: object) -> None:
         self._calls.release(self._caller, 1)
@@ -142,8 +142,8 @@ class Receiver:
         max_endless = max(1, int(_ENDLESS_SHARE * config.max_calls))
         self.held_bytes = FairShares(config.max_held_bytes, "bytes of requests and unsent responses")
         self.in_flight = InFlightCalls()
-        self._slots = ReceiveSlots(num_slots, _MAX_WAITING, config.receive_timeout_s)
-        self._parsing = asyncio.Semaphore(_MAX_PARSING)
+        self._slots = ReceiveSlots(num_slots, _MAX_WAITING_CALLS, config.receive_timeout_s)
+        self._parse_slots = asyncio.Semaphore(_MAX_PARSING)
         self._calls = FairShares(config.max_calls, "calls in flight")
         self._watches = FairShares(max_endless, "health watches")
         self._endless = FairShares(max_endless, "endless streams")
@@ -178,7 +178,7 @@ class Receiver:
         self._require_accepting(method)
         if not is_endless:
             calls = self._calls
-        elif method.startswith(_HEALTH):
+        elif method.startswith(_HEALTH_PREFIX):
             calls = self._watches
         else:
             calls = self._endless
@@ -279,7 +279,7 @@ class Receiver:
             _require_small(data)
             yield await self._parse(parse, data)
 
-    def send(self, call: InFlightCall, response: bytes) -> bytes:
+    def note_response(self, call: InFlightCall, response: bytes) -> bytes:
         """Account for a serialized response that is passed to gRPC, and return it.
 
         Raises:
@@ -289,7 +289,9 @@ class Receiver:
         self._unsent.add(call.context)
         return response
 
-    async def send_all(self, call: InFlightCall, responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    async def note_responses(
+        self, call: InFlightCall, responses: AsyncGenerator[Any, None]
+    ) -> AsyncGenerator[Any, None]:
         """Yield the messages of a streamed response. Each counts as unsent until gRPC asks for the next one."""
         async with contextlib.aclosing(responses):
             async for response in responses:
@@ -305,19 +307,19 @@ class Receiver:
         self._unsent.discard(call.context)
 
     def _require_accepting(self, method: str) -> None:
-        if self._is_draining and not method.startswith(_HEALTH):
+        if self._is_draining and not method.startswith(_HEALTH_PREFIX):
             raise Draining("service: shutting down, no new requests")
 
     async def _parse(self, parse: Parse, data: bytes) -> Any:
         try:
             if len(data) <= PIECE_BYTES:
                 return parse(data)
-            await self._parsing.acquire()
-            return await call_on_thread(partial(parse_in_pieces, parse(b""), data), self._parsing.release)
+            await self._parse_slots.acquire()
+            return await call_on_thread(partial(parse_in_pieces, parse(b""), data), self._parse_slots.release)
         except DecodeError as error:
             raise InvalidRequest(f"request: expected a protobuf message, got {len(data)} other bytes") from error
 
 
 def _require_small(data: bytes) -> None:
-    if len(data) > _SMALL_BYTES:
-        raise InvalidRequest(f"request: expected at most {_SMALL_BYTES} bytes without a prompt, got {len(data)}")
+    if len(data) > _MAX_SMALL_BYTES:
+        raise InvalidRequest(f"request: expected at most {_MAX_SMALL_BYTES} bytes without a prompt, got {len(data)}")

@@ -15,7 +15,7 @@ _LOGPROB_BYTES = 16
 
 # By the name of a request's message: a function that returns the number of prompt tokens and the message with the field
 # `prompt_logprobs`. Keys are names, because the gateway's messages are imported only where the gateway is enabled.
-_PROMPTS: dict[str, Callable[[Any], tuple[int, Any]]] = {
+_PROMPT_READERS: dict[str, Callable[[Any], tuple[int, Any]]] = {
     "radixkv.v1.GenerateRequest": lambda request: (len(request.prefill.token_ids), request),
     "vllm.grpc.engine.GenerateRequest": lambda request: (len(request.tokenized.input_ids), request.sampling_params),
 }
@@ -38,10 +38,10 @@ def response_bytes(request: Any, vocab_size: int) -> int:
     the start of the call. Generated tokens count when they are generated; see `TokenStream`.
     """
     num_bytes = vocab_size * _LOGIT_BYTES if getattr(request, "return_logits", False) else 0
-    prompt = _PROMPTS.get(request.DESCRIPTOR.full_name)
-    if prompt is not None:
-        num_tokens, options = prompt(request)
+    read_prompt = _PROMPT_READERS.get(request.DESCRIPTOR.full_name)
+    if read_prompt is not None:
+        num_tokens, options = read_prompt(request)
         if options.HasField("prompt_logprobs"):
-            num_top = max(0, min(options.prompt_logprobs, MAX_TOP_LOGPROBS))  # others are refused later
-            num_bytes += num_tokens * (1 + num_top) * _LOGPROB_BYTES
+            num_top_logprobs = max(0, min(options.prompt_logprobs, MAX_TOP_LOGPROBS))  # other numbers are refused later
+            num_bytes += num_tokens * (1 + num_top_logprobs) * _LOGPROB_BYTES
     return num_bytes * _NUM_COPIES

@@ -41,11 +41,11 @@ MAX_SESSIONS = 100
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
-    """Serves operators and, for what belongs to them, tenants.
+    """Serves operators, and tenants for their own data.
 
     Args:
         engine: the engine that is administered.
-        start_drain: starts to drain the service as SIGTERM does, soon after the call that asks for it.
+        start_drain: makes the service drain soon, as SIGTERM does.
         tokenizer: the model's tokenizer.
         explainer: explains prompts.
     """
@@ -60,6 +60,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._explainer = explainer
         self._statements = StatementMaker(engine, self._mailbox)
         if engine.misses is not None:
+            # Samples of misses are decoded with the tokenizer, which is loaded when the first one is decoded.
             engine.misses.load_decode = lambda: tokenizer.load().decode
 
     async def Retain(self, request: cache_pb2.RetainRequest, context: Context) -> cache_pb2.RetainResponse:  # noqa: N802
@@ -134,14 +135,14 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.DiagnoseResponse:
         """Return why recent prompts were not reused."""
         require_names(tenant=request.tenant)
-        misses = self._engine.misses
-        if misses is None:
+        profiler = self._engine.misses
+        if profiler is None:
             raise SwitchedOff("Diagnose: switched off, since server.diagnosed_share is 0 or transfer.role is decode")
         max_causes = request.max_causes if request.HasField("max_causes") else DEFAULT_MAX_CAUSES
         if max_causes > MAX_CAUSES:
             raise InvalidRequest(f"max_causes: expected at most {MAX_CAUSES}, got {max_causes}")
         tenant = request.tenant if request.HasField("tenant") else None
-        report = await asyncio.to_thread(misses.report, tenant, max_causes)
+        report = await asyncio.to_thread(profiler.report, tenant, max_causes)
         return diagnosis_message(report, has_samples=not request.omit_cached_text)
 
     async def _stats(self, request: cache_pb2.StatsRequest) -> cache_pb2.StatsResponse:

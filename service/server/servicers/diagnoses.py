@@ -15,14 +15,14 @@ def diagnosis_message(report: MissReport, *, has_samples: bool) -> cache_pb2.Dia
     """Write a report. Samples, which contain tokens and text, are written only with `has_samples`."""
     return cache_pb2.DiagnoseResponse(
         covered_s=report.covered_s,
-        causes=[_cause_message(each, has_samples=has_samples) for each in report.groups],
+        causes=[_cause_message(tenant_group, has_samples=has_samples) for tenant_group in report.groups],
         further_causes=report.num_other_groups,
         **report.counts._asdict(),
     )
 
 
-def _cause_message(each: TenantGroup, *, has_samples: bool) -> cache_pb2.DiagnosedCause:
-    tenant, group = each
+def _cause_message(tenant_group: TenantGroup, *, has_samples: bool) -> cache_pb2.DiagnosedCause:
+    tenant, group = tenant_group
     advice = ADVICE[group.key.cause]
     return cache_pb2.DiagnosedCause(
         cause=group.key.cause.value,

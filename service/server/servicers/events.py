@@ -13,7 +13,7 @@ from radixkv.service.token_ids import write_packed
 from radixkv.v1 import events_pb2, events_pb2_grpc
 
 SERVICE = events_pb2.DESCRIPTOR.services_by_name["EventService"].full_name
-_MAX_KEPT = 256  # serialized batches that are kept for other subscribers
+_MAX_SERIALIZED = 256  # batches whose serialized form is kept for other subscribers
 
 
 class EventServicer(events_pb2_grpc.EventServiceServicer):
@@ -27,7 +27,7 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
     def __init__(self, readers: EventReaders, epoch: int) -> None:
         self._readers = readers
         self._epoch = epoch
-        self._serialize = lru_cache(maxsize=_MAX_KEPT)(self._write)
+        self._serialize = lru_cache(maxsize=_MAX_SERIALIZED)(self._write)
 
     async def Subscribe(self, request: events_pb2.SubscribeRequest, context: Context) -> AsyncIterator[bytes]:  # noqa: N802
         """Stream batches until the caller cancels or the service stops."""
@@ -37,7 +37,8 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
                 yield self._serialize(batch, request.stores)
 
     def _write(self, batch: EventBatch, has_stores: bool) -> bytes:
-        part = batch.snapshot
+        """Serialize a batch. Events of the tiers below the device are included only with `has_stores`."""
+        snapshot_part = batch.snapshot
         events = batch.events if has_stores else batch.device_events
         message = events_pb2.EventBatch(
             sequence_number=batch.sequence_number,
@@ -45,9 +46,11 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
             events=[_event_message(event) for event in events],
             time_s=batch.time_s,
         )
-        if part is not None:
+        if snapshot_part is not None:
             message.snapshot.CopyFrom(
-                events_pb2.SnapshotPart(index=part.index, count=part.count, blocks=part.num_blocks)
+                events_pb2.SnapshotPart(
+                    index=snapshot_part.index, count=snapshot_part.count, blocks=snapshot_part.num_blocks
+                )
             )
         return message.SerializeToString()
 

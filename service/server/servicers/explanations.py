@@ -45,7 +45,7 @@ class Explainer:
         self._mailbox = Mailbox()
         self._tokenizer = tokenizer
         self._turn = asyncio.Lock()
-        self._num_waiting = FairShares(MAX_WAITING, "explanations")
+        self._queue_shares = FairShares(MAX_WAITING, "explanations")
 
     async def explain(self, request: cache_pb2.ExplainRequest) -> explain_pb2.ExplainResponse:
         """Explain a prompt.
@@ -74,15 +74,15 @@ class Explainer:
 
         Raises the same errors as `explain`.
         """
-        key = QuotaKey.of_tenant(caller.tenant)
-        self._num_waiting.take(key, 1)
+        quota_key = QuotaKey.of_tenant(caller.tenant)
+        self._queue_shares.take(quota_key, 1)
         try:
             look_up = await result_of(self._engine, self._mailbox, self._engine.look_up(tokens, caller))
         except BaseException:
-            self._num_waiting.release(key, 1)
+            self._queue_shares.release(quota_key, 1)
             raise
         explanation = asyncio.ensure_future(self._compare(look_up, segments, has_branch=has_branch))
-        explanation.add_done_callback(lambda _: self._num_waiting.release(key, 1))
+        explanation.add_done_callback(lambda _: self._queue_shares.release(quota_key, 1))
         return explanation
 
     async def _compare(
@@ -97,7 +97,7 @@ class Explainer:
     async def _decode(self) -> Decode | None:
         """Return the function that decodes tokens; None if the model has no tokenizer that can be loaded."""
         try:
-            return (await self._tokenizer.loaded()).decode
+            return (await self._tokenizer.load_async()).decode
         except ValueError as error:
             _logger.debug("explanations have no text, because the model has no tokenizer: %s", error)
             return None

@@ -62,15 +62,16 @@ class GenerateCall:
         self._stops = stops
         self._explanation = explanation
         self._futures: list[GenerationFuture] = []
-        self._num_sent: list[int] = []  # tokens, by completion
-        key = QuotaKey.of_tenant(params.caller.tenant)
-        self._stream = TokenStream(mailbox, shared.held_bytes, key, self._cancel, shared.turns)
+        self._num_sent: list[int] = []  # tokens that were sent, by completion
+        quota_key = QuotaKey.of_tenant(params.caller.tenant)
+        self._stream = TokenStream(mailbox, shared.held_bytes, quota_key, self._cancel, shared.turns)
 
     def start(self, sampling: Sampling, num_completions: int, fetched: FetchedBlocks | None) -> None:
         """Submit the requests. `fetched` is K/V of the prompt from another server."""
         self._num_sent = [0] * num_completions
         for index in range(num_completions):
             on_tokens = partial(self._stream.put, index)
+            # Hints are applied once per call, with completion 0.
             params = self._params if index == 0 else dataclasses.replace(self._params, hints=())
             future = self._engine.generate(params, sampling.of_answer(index), on_tokens, fetched)
             self._futures.append(future)
@@ -82,11 +83,11 @@ class GenerateCall:
         while num_running:
             updated, ended = await self._stream.get()
             for index in updated:
-                chunk = await self._chunk(index)
+                chunk = await self._chunk_response(index)
                 if chunk is not None:
                     yield chunk
             for index in ended:
-                yield await self._last(index)
+                yield await self._last_response(index)
             num_running -= len(ended)
 
     def close(self) -> None:
@@ -95,38 +96,38 @@ class GenerateCall:
         self._cancel()
         self._futures.clear()  # otherwise the call would refer to the stream through their callbacks
 
-    async def _chunk(self, index: int) -> Response | None:
+    async def _chunk_response(self, index: int) -> Response | None:
         """Return a response with the new tokens of a completion; None if all of them follow a stop string."""
-        tokens = self._stream.take(index)
-        token_ids = tokens.token_ids
+        new_tokens = self._stream.take(index)
+        token_ids = new_tokens.token_ids
         if self._stops is not None:
-            num_kept = self._stops.num_kept(index, token_ids)
+            num_kept = self._stops.add_tokens(index, token_ids)
             del token_ids[num_kept:]
-            tokens.logprobs.truncate(num_kept)
+            new_tokens.logprobs.truncate(num_kept)
             if self._stops.has_ended(index):
                 self._futures[index].finish()
             if not num_kept:
                 return None
         response = prefill_pb2.GenerateResponse(request_id=self._params.request_id, index=index, token_ids=token_ids)
         if self._num_sent[index] == 0:
-            response.usage.CopyFrom(usage_message(tokens.first_usage))
+            response.usage.CopyFrom(usage_message(new_tokens.first_usage))
         self._num_sent[index] += len(token_ids)
         await self._explain(response)
-        return await add_logprobs(self._writer, response, tokens.logprobs, tokens.prompt_logprobs)
+        return await add_logprobs(self._writer, response, new_tokens.logprobs, new_tokens.prompt_logprobs)
 
-    async def _last(self, index: int) -> Response:
+    async def _last_response(self, index: int) -> Response:
         """Return the last response of a completion, with the tokens that were not sent before."""
         result = await result_of(self._engine, self._mailbox, self._futures[index])
-        matched = ""
+        matched_stop = ""
         if self._stops is not None:
-            result, matched = self._stops.cut(index, result)
-        start = self._num_sent[index]
+            result, matched_stop = self._stops.cut(index, result)
+        num_sent = self._num_sent[index]
         logprobs = self._stream.take(index).logprobs
         logprobs.extend(result.logprobs)
-        logprobs.truncate(len(result.token_ids) - start)
-        response = last_response(result, start, index, matched)
+        logprobs.truncate(len(result.token_ids) - num_sent)
+        response = last_response(result, num_sent, index, matched_stop)
         await self._explain(response)
-        return await add_logprobs(self._writer, response, logprobs, () if start else result.prompt_logprobs)
+        return await add_logprobs(self._writer, response, logprobs, () if num_sent else result.prompt_logprobs)
 
     async def _explain(self, response: prefill_pb2.GenerateResponse) -> None:
         """Add the explanation to the first response of completion 0."""

@@ -50,7 +50,8 @@ message_type {
 """
 
 
-def _list_messages() -> tuple[Any, Any]:
+def _add_list_messages() -> tuple[Any, Any]:
+    """Add the messages of `Health/List` to protobuf's default pool, and return the classes of request and response."""
     file = text_format.Parse(_MESSAGES, descriptor_pb2.FileDescriptorProto(dependency=[health_pb2.DESCRIPTOR.name]))
     pool = descriptor_pool.Default()
     pool.Add(file)
@@ -67,7 +68,7 @@ if hasattr(health_pb2, "HealthListResponse"):
     HealthListRequest = health_pb2.HealthListRequest
     HealthListResponse = health_pb2.HealthListResponse
 else:
-    HealthListRequest, HealthListResponse = _list_messages()
+    HealthListRequest, HealthListResponse = _add_list_messages()
 
 
 def add_health(server: GuardedServer, health: HealthStatus) -> None:
@@ -112,11 +113,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # n
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Stream the status of a service, now and after each change. A slow reader skips intermediate states."""
-        sent = None
+        sent_status = None
         while True:
             changed, status = self._health.changed, self._status_of(request.service)
-            if status != sent:
-                sent = status
+            if status != sent_status:
+                sent_status = status
                 yield health_pb2.HealthCheckResponse(status=status)
             await changed.wait()
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # the engine needs torch; these modules do not
     from radixkv.engine.engine import Engine
     from radixkv.engine.transfer.transfer import FleetAccess, Transfer
 
-_OTHER_PROMPT = (ObjectFault.FOREIGN, ObjectFault.OTHER_TOKENS)
+_OTHER_PROMPT_FAULTS = (ObjectFault.FOREIGN, ObjectFault.OTHER_TOKENS)
 # A stream that breaks off is resumed, up to this number of attempts.
 _MAX_ATTEMPTS = 3
 # Fetching stops if the source sends no whole block for _MAX_BLOCK_S, or if all blocks take longer than _MAX_FETCH_S.
@@ -48,14 +48,19 @@ _MAX_ATTEMPTS = 3
 _MAX_BLOCK_S = 10.0
 _MAX_FETCH_S = 60.0
 # Errors of the other server that a retry does not fix: the request is invalid, or this server cannot use the other one.
-_INVALID = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
-_UNUSABLE = (
+_INVALID_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
+_UNUSABLE_CODES = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
 )
 # Errors after which the stream is resumed.
-_RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
+_RETRIED_CODES = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.CANCELLED,
+)
 
 
 _logger = logging.getLogger(__name__)
@@ -79,8 +84,8 @@ class KVFetcher:
         self._mailbox = mailbox
         transfer = engine.transfer
         self._sources = sources
-        num_bytes = 0 if transfer is None else transfer.config.max_fetching_bytes
-        self._fetched = FairShares(num_bytes // 2, "bytes of fetched K/V")
+        max_bytes = 0 if transfer is None else transfer.config.max_fetching_bytes
+        self._held_bytes = FairShares(max_bytes // 2, "bytes of fetched K/V")
 
     async def fetch(
         self, params: PrefillParams, source: prefill_pb2.KVSource, authorization: str = ""
@@ -113,29 +118,31 @@ class KVFetcher:
         if not params.read_cache:
             raise InvalidRequest("kv_source: can't be combined with read_cache=false")
         client = self._sources.client_of(source.address, _fleet(transfer, authorization))
-        wanted = transfer.wanted(params.tokens, params.caller)
-        probed = await result_of(self._engine, self._mailbox, self._engine.probe(params.tokens, params.caller))
-        first_block = probed.cached_tokens // transfer.block_format.block_size
-        num_bytes = transfer.block_format.payload_bytes
-        key = QuotaKey.of_tenant(params.caller.tenant)
-        missing = wanted[first_block : first_block + self._fetched.available(key) // num_bytes]
-        if not missing:
+        prompt_blocks = transfer.wanted(params.tokens, params.caller)
+        probe_result = await result_of(self._engine, self._mailbox, self._engine.probe(params.tokens, params.caller))
+        first_block = probe_result.cached_tokens // transfer.block_format.block_size
+        block_bytes = transfer.block_format.payload_bytes
+        quota_key = QuotaKey.of_tenant(params.caller.tenant)
+        missing_blocks = prompt_blocks[first_block : first_block + self._held_bytes.available(quota_key) // block_bytes]
+        if not missing_blocks:
             return None
-        self._fetched.take(key, len(missing) * num_bytes)
+        self._held_bytes.take(quota_key, len(missing_blocks) * block_bytes)
         try:
-            stores = await result_of(self._engine, self._mailbox, transfer.stores_for(missing, params.caller.tenant))
+            stores = await result_of(
+                self._engine, self._mailbox, transfer.stores_for(missing_blocks, params.caller.tenant)
+            )
             mac = transfer.mac_of(is_member=not self._sources.has_section(source.address))
-            stream = _Stream(transfer, client, params, source, first_block, missing, mac)
-            payloads = await stream.payloads(stores)
+            stream = _BlockStream(transfer, client, params, source, first_block, missing_blocks, mac)
+            payloads = await stream.fetch_payloads(stores)
         except BaseException:
-            self._fetched.release(key, len(missing) * num_bytes)
+            self._held_bytes.release(quota_key, len(missing_blocks) * block_bytes)
             raise
-        self._fetched.release(key, (len(missing) - len(payloads)) * num_bytes)
+        self._held_bytes.release(quota_key, (len(missing_blocks) - len(payloads)) * block_bytes)
         if not payloads:
             return None
-        fetched = FetchedBlocks(first_block, missing[: len(payloads)], payloads)
+        fetched = FetchedBlocks(first_block, missing_blocks[: len(payloads)], payloads)
         # The engine's thread frees the blocks, after copying them or when the request ends.
-        weakref.finalize(fetched, self._mailbox.post, self._fetched.release, key, len(payloads) * num_bytes)
+        weakref.finalize(fetched, self._mailbox.post, self._held_bytes.release, quota_key, len(payloads) * block_bytes)
         return fetched
 
 
@@ -148,13 +155,13 @@ def _fleet(transfer: Transfer, authorization: str) -> FleetAccess | None:
     return fleet if hmac.compare_digest(actual, expected) else None
 
 
-class _InStore(NamedTuple):
-    """Marks a block that is to be loaded from the shared store of this name."""
+class _HandleInStore(NamedTuple):
+    """Stands for a block whose handle was received, and that is to be loaded from the shared store of this name."""
 
     store: str
 
 
-class _Stream:
+class _BlockStream:
     """Receives the blocks of one prompt."""
 
     def __init__(
@@ -174,11 +181,14 @@ class _Stream:
         self._first_block = first_block
         self._wanted = wanted
         self._mac = mac
-        self._payloads: list[asyncio.Future[memoryview | ObjectFault] | memoryview | ObjectFault | _InStore | None]
+        # By index: a block, a block that is being verified, a fault, or a handle; None if nothing was received.
+        self._payloads: list[
+            asyncio.Future[memoryview | ObjectFault] | memoryview | ObjectFault | _HandleInStore | None
+        ]
         self._payloads = [None] * len(wanted)
         self._end_s = asyncio.get_running_loop().time() + _MAX_FETCH_S
 
-    async def payloads(self, stores: Sequence[str]) -> list[memoryview]:
+    async def fetch_payloads(self, stores: Sequence[str]) -> list[memoryview]:
         """Return K and V of the wanted blocks, up to the first that is not available, is late or fails verification.
 
         Args:
@@ -191,7 +201,8 @@ class _Stream:
         """
         is_late = await self._fetch_in_time([(0, len(self._wanted))], stores)
         await asyncio.gather(*(self._load(store) for store in stores))
-        is_late = is_late or await self._fetch_in_time(self._runs_to_fetch(), ())
+        if not is_late:
+            is_late = await self._fetch_in_time(self._runs_to_fetch(), ())
         if is_late:
             _logger.warning(
                 "kv_source %s: did not send a block in time; missing blocks are computed", self._source.address
@@ -204,7 +215,7 @@ class _Stream:
             payload = await each if isinstance(each, asyncio.Future) else each
             if isinstance(payload, ObjectFault):
                 self._transfer.rejected.add([payload])
-                if payload in _OTHER_PROMPT and not verified:
+                if payload in _OTHER_PROMPT_FAULTS and not verified:
                     raise KVOfOtherPrompt(f"kv_source: the lease is of another prompt ({payload.value})")
             if not isinstance(payload, memoryview):
                 break
@@ -215,23 +226,23 @@ class _Stream:
         """Fetch runs of blocks. Returns whether a block was late; the blocks after it are then not fetched."""
         try:
             for start, end in runs:
-                await self._fetch(start, end, stores)
+                await self._fetch_run(start, end, stores)
         except TimeoutError:
             return True
         return False
 
-    async def _fetch(self, start: int, end: int, stores: Sequence[str]) -> None:
+    async def _fetch_run(self, start: int, end: int, stores: Sequence[str]) -> None:
         """Fetch the blocks `[start, end)`. A stream that breaks off is resumed."""
         for attempt in range(1, _MAX_ATTEMPTS + 1):
-            before = start
+            first_index = start
             try:
-                async with contextlib.aclosing(self._receive(before, end, stores)) as received:
-                    async for start in received:
+                async with contextlib.aclosing(self._receive(first_index, end, stores)) as received:
+                    async for start in received:  # `start` advances, so that the next attempt continues there
                         if start == end:
                             break
             except grpc.aio.AioRpcError as error:
-                if error.code() not in _RETRIED or (attempt == _MAX_ATTEMPTS and start == before):
-                    raise _translate(error) from error
+                if error.code() not in _RETRIED_CODES or (attempt == _MAX_ATTEMPTS and start == first_index):
+                    raise _error_of(error) from error
             else:
                 return
         raise KVSourceError(f"kv_source: the stream of K/V broke off in each of {_MAX_ATTEMPTS} attempts")
@@ -252,7 +263,7 @@ class _Stream:
             stores=stores,
             timeout_s=None if deadline_s is None else max(1e-3, deadline_s - time.monotonic()),
         )
-        data = bytearray()
+        block_data = bytearray()
         loop = asyncio.get_running_loop()
         block_end_s = loop.time() + _MAX_BLOCK_S
         try:
@@ -263,22 +274,22 @@ class _Stream:
                 if not (response.data or has_handle):
                     continue
                 expected = self._first_block + index
-                if data and response.block == expected + 1:
+                if block_data and response.block == expected + 1:
                     break
                 if response.block != expected:
                     raise KVSourceError(f"kv_source: expected block {expected}, got {response.block}")
                 if has_handle:
                     self._payloads[index] = self._read_handle(response.handle, self._wanted[index], stores)
                 else:
-                    data += response.data
-                    if len(data) < self._transfer.object_bytes:
+                    block_data += response.data
+                    if len(block_data) < self._transfer.object_bytes:
                         continue
-                    self._payloads[index] = self._verify(bytes(data), self._wanted[index])
-                    data.clear()
+                    self._payloads[index] = self._begin_to_verify(bytes(block_data), self._wanted[index])
+                    block_data.clear()
                 index += 1
                 block_end_s = loop.time() + _MAX_BLOCK_S
                 yield index
-            if data:  # the stream ended, or continued with the next block, in the middle of a block
+            if block_data:  # the stream ended, or continued with the next block, in the middle of a block
                 self._payloads[index] = ObjectFault.CUT
         finally:
             await responses.aclose()
@@ -291,13 +302,13 @@ class _Stream:
             return await anext(responses, None)
 
     async def _load(self, store: str) -> None:
-        """Load the blocks for which the source sent handles. Missing and invalid blocks keep their handle."""
-        indices = [index for index, each in enumerate(self._payloads) if each == _InStore(store)]
+        """Load the blocks of which the source sent handles in a store. Missing and invalid blocks keep their handle."""
+        indices = [index for index, each in enumerate(self._payloads) if each == _HandleInStore(store)]
         if not indices:
             return
         blocks = [self._wanted[index] for index in indices]
-        loaded = await asyncio.wrap_future(self._transfer.stores.load(store, blocks))
-        for index, block in zip(indices, loaded, strict=True):
+        loaded_blocks = await asyncio.wrap_future(self._transfer.stores.load(store, blocks))
+        for index, block in zip(indices, loaded_blocks, strict=True):
             payload = self._transfer.stores.copy_of(block)
             if payload is not None:
                 self._payloads[index] = payload
@@ -306,44 +317,44 @@ class _Stream:
         """Return the runs of blocks that could not be loaded from their store, as half-open ranges."""
         runs: list[tuple[int, int]] = []
         for index, each in enumerate(self._payloads):
-            if isinstance(each, _InStore):
+            if isinstance(each, _HandleInStore):
                 start = runs.pop()[0] if runs and runs[-1][1] == index else index
                 runs.append((start, index + 1))
         return runs
 
-    def _verify(self, data: bytes, wanted: KeyedBlock) -> asyncio.Future[memoryview | ObjectFault]:
-        """Verify a block on another thread, while the event loop receives the next one."""
-        verify = functools.partial(self._transfer.payload_of, data, wanted, self._mac)
+    def _begin_to_verify(self, block_data: bytes, wanted: KeyedBlock) -> asyncio.Future[memoryview | ObjectFault]:
+        """Verify a block on another thread, while the event loop receives the next block."""
+        verify = functools.partial(self._transfer.payload_of, block_data, wanted, self._mac)
         return asyncio.get_running_loop().run_in_executor(None, verify)
 
-    def _read_handle(self, handle: prefill_pb2.KVHandle, wanted: KeyedBlock, stores: Sequence[str]) -> _InStore:
+    def _read_handle(self, handle: prefill_pb2.KVHandle, wanted: KeyedBlock, stores: Sequence[str]) -> _HandleInStore:
         if handle.store not in stores or handle.key != wanted.key:
             raise KVOfOtherPrompt("kv_source: the source sent a handle of a block that is not of this prompt")
-        return _InStore(handle.store)
+        return _HandleInStore(handle.store)
 
     def _require_format(self, theirs: prefill_pb2.KVFormat) -> None:
         ours = self._transfer.block_format
         if theirs.fingerprint == ours.fingerprint:
             return
-        for name, own, other in (
+        for name, our_value, their_value in (
             ("model_fingerprint", ours.model, theirs.model_fingerprint),
             ("dtype", ours.dtype, theirs.dtype),
             ("kv_dtype", ours.kv_dtype, theirs.kv_dtype),
             ("layout", ours.layout, theirs.layout),
             ("block_size", ours.block_size, theirs.block_size),
         ):
-            if own != other:
-                raise KVFormatDiffers(f"kv_source: expected K/V with the {name} {own}, got {other}")
+            if our_value != their_value:
+                raise KVFormatDiffers(f"kv_source: expected K/V with the {name} {our_value}, got {their_value}")
         raise KVFormatDiffers("kv_source: the results of the source are not bitwise identical to those of this server")
 
 
-def _translate(error: grpc.aio.AioRpcError) -> Exception:
+def _error_of(error: grpc.aio.AioRpcError) -> Exception:
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.NOT_FOUND:
         return UnknownLease(f"kv_source: {details}", cause=Cause.KV_SOURCE)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return SwitchedOff(f"kv_source: {details}", cause=Cause.KV_SOURCE)
-    if code in _INVALID:
+    if code in _INVALID_CODES:
         return InvalidRequest(f"kv_source: {details}", cause=Cause.KV_SOURCE)
-    kind = KVSourceUnusable if code in _UNUSABLE else KVSourceError
-    return kind(f"kv_source: FetchKV failed on the source with {code.name}: {details}")
+    error_class = KVSourceUnusable if code in _UNUSABLE_CODES else KVSourceError
+    return error_class(f"kv_source: FetchKV failed on the source with {code.name}: {details}")

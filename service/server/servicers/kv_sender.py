@@ -52,28 +52,28 @@ class KVSender:
         if request.epoch not in (0, epoch):
             raise UnknownLease("epoch: this server has restarted since, so its leases are lost")
         layers = transfer.layer_bytes.range_of(request.first_layer, request.num_layers)
-        stores = _stores(request, transfer)
+        stores = _requested_stores(request, transfer)
         lease = await result_of(self._engine, self._mailbox, transfer.blocks_of(request.lease_id, request.tenant))
         num_blocks = len(lease.blocks)
         if request.first_block > num_blocks:
             raise InvalidRequest(f"first_block: expected at most the {num_blocks} blocks, got {request.first_block}")
         yield prefill_pb2.FetchKVResponse(format=_format(transfer, num_blocks, epoch, layers))
         # The engine copies whole blocks, whichever layers are sent.
-        num_at_once = max(1, _SLICE_BYTES // transfer.block_format.payload_bytes)
-        for start in range(request.first_block, num_blocks, num_at_once):
-            indices = range(start, min(start + num_at_once, num_blocks))
+        num_blocks_at_once = max(1, _SLICE_BYTES // transfer.block_format.payload_bytes)
+        for start in range(request.first_block, num_blocks, num_blocks_at_once):
+            indices = range(start, min(start + num_blocks_at_once, num_blocks))
             handles = await self._find_handles(transfer, stores, lease, indices)
-            left = [index for index in indices if index not in handles]
-            copied = transfer.objects(request.lease_id, request.tenant, lease, left, layers)
-            copies = await result_of(self._engine, self._mailbox, copied)
-            objects = dict(zip(left, await asyncio.to_thread(_join_pieces, copies), strict=True))
+            without_handle = [index for index in indices if index not in handles]
+            copies_future = transfer.objects(request.lease_id, request.tenant, lease, without_handle, layers)
+            copies = await result_of(self._engine, self._mailbox, copies_future)
+            objects = dict(zip(without_handle, await asyncio.to_thread(_join_pieces, copies), strict=True))
             for index in indices:
                 if index in handles:
                     yield prefill_pb2.FetchKVResponse(block=index, handle=handles[index])
                     continue
-                data = objects.pop(index)
-                for offset in range(0, len(data), _MAX_DATA_BYTES):
-                    yield prefill_pb2.FetchKVResponse(block=index, data=data[offset : offset + _MAX_DATA_BYTES])
+                block_data = objects.pop(index)
+                for offset in range(0, len(block_data), _MAX_DATA_BYTES):
+                    yield prefill_pb2.FetchKVResponse(block=index, data=block_data[offset : offset + _MAX_DATA_BYTES])
 
     async def _find_handles(
         self, transfer: Transfer, stores: Sequence[str], lease: LeaseBlocks, indices: Sequence[int]
@@ -81,11 +81,13 @@ class KVSender:
         """Find the blocks that are in a shared store. A store that does not respond counts as empty."""
         handles: dict[int, prefill_pb2.KVHandle] = {}
         for store in stores:
-            left = [index for index in indices if index not in handles]
-            future = transfer.stores.exists(store, [lease.blocks[index] for index in left])
-            is_stored = await result_of(self._engine, self._mailbox, future)
-            for index, has_block in zip(left, is_stored or [False] * len(left), strict=True):
-                if has_block:
+            without_handle = [index for index in indices if index not in handles]
+            future = transfer.stores.exists(store, [lease.blocks[index] for index in without_handle])
+            are_stored = await result_of(self._engine, self._mailbox, future)
+            if not are_stored:
+                continue
+            for index, is_stored in zip(without_handle, are_stored, strict=True):
+                if is_stored:
                     handles[index] = prefill_pb2.KVHandle(store=store, key=lease.blocks[index].key)
         return handles
 
@@ -95,7 +97,7 @@ def _join_pieces(objects: Sequence[BlockObject]) -> list[bytes]:
     return [b"".join(each.pieces()) for each in objects]
 
 
-def _stores(request: prefill_pb2.FetchKVRequest, transfer: Transfer) -> list[str]:
+def _requested_stores(request: prefill_pb2.FetchKVRequest, transfer: Transfer) -> list[str]:
     """Return the requested stores that this server has."""
     if not request.stores:
         return []

@@ -55,18 +55,18 @@ class KVSources:
         self._clients: dict[str, AsyncClient] = {}
         for name, config in configs.items():
             address = config.address
-            token = _token(name, config)
+            token = _read_token(name, config)
             _require_access(name, config, token)
             if address in self._configs:
-                other, _ = self._configs[address]
+                other_name, _ = self._configs[address]
                 raise ConfigError(
-                    f"kv_sources.{name}.address: kv_sources.{other} has the same address; each must be unique"
+                    f"kv_sources.{name}.address: kv_sources.{other_name} has the same address; each must be unique"
                 )
             self._configs[address] = (name, config)
             self._tokens[address] = token
 
     def has_section(self, address: str) -> bool:
-        """Whether a section has this address."""
+        """Return whether a section has this address."""
         return address in self._configs
 
     def client_of(self, address: str, fleet: FleetAccess | None = None) -> AsyncClient:
@@ -140,7 +140,7 @@ def _require_access(name: str, config: KVSourceConfig, token: str | None) -> Non
         raise ConfigError(f"kv_sources.{name}: {error}") from error
 
 
-def _token(name: str, config: KVSourceConfig) -> str | None:
+def _read_token(name: str, config: KVSourceConfig) -> str | None:
     if config.token_file is None:
         return None
     try:

@@ -9,7 +9,7 @@ import numpy as np
 
 from radixkv.api.logprob_table import LogprobRows, LogprobTable
 from radixkv.api.result import TokenLogprobs
-from radixkv.service.server.servicers.response_writer import PIECE_LOGPROBS, ResponseWriter, num_logprobs, runs
+from radixkv.service.server.servicers.response_writer import PIECE_LOGPROBS, ResponseWriter, num_logprobs, row_slices
 from radixkv.service.token_ids import length_head
 from radixkv.v1 import prefill_pb2
 
@@ -18,7 +18,7 @@ from radixkv.v1 import prefill_pb2
 _ID_BYTES = 5
 _TOP = np.dtype([("head", "u1", (3,)), ("token_id", "u1", (_ID_BYTES,)), ("logprob_key", "u1"), ("logprob", "<f4")])
 _TOP_HEAD = (0x12, _TOP.itemsize - 2, 0x08)  # the key of `top`, the length, the key of `token_id`
-_LOGPROB_KEY, _OWN_LOGPROB_KEY = 0x15, 0x0D
+_LOGPROB_KEY, _OWN_LOGPROB_KEY = 0x15, 0x0D  # the keys of `logprob` in TokenLogprob and in TokenLogprobs
 
 
 async def add_logprobs(
@@ -38,28 +38,30 @@ async def add_logprobs(
     Returns:
         The response, as bytes if it is large.
     """
-    rows_of = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-    if sum(map(num_logprobs, rows_of.values())) > PIECE_LOGPROBS:
-        return await writer.join(_pieces(response, rows_of))
-    for name, rows in rows_of.items():
-        _write(getattr(response, name), rows)
+    rows_by_field = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    if sum(map(num_logprobs, rows_by_field.values())) > PIECE_LOGPROBS:
+        return await writer.join(_pieces(response, rows_by_field))
+    for name, rows in rows_by_field.items():
+        _append_messages(getattr(response, name), rows)
     return response
 
 
-def _pieces(response: prefill_pb2.GenerateResponse, rows_of: Mapping[str, Sequence[TokenLogprobs]]) -> Iterator[bytes]:
+def _pieces(
+    response: prefill_pb2.GenerateResponse, rows_by_field: Mapping[str, Sequence[TokenLogprobs]]
+) -> Iterator[bytes]:
     """Yield serialized messages whose concatenation is one message: protobuf concatenates repeated fields."""
     yield response.SerializeToString()
-    for name, rows in rows_of.items():
-        for run in runs(rows):
+    for name, rows in rows_by_field.items():
+        for row_slice in row_slices(rows):
             if isinstance(rows, LogprobTable):
-                yield _serialize_rows(response.DESCRIPTOR.fields_by_name[name].number, rows.rows(run))
+                yield _serialize_rows(response.DESCRIPTOR.fields_by_name[name].number, rows.rows(row_slice))
                 continue
             piece = prefill_pb2.GenerateResponse()
-            _write(getattr(piece, name), rows[run])
+            _append_messages(getattr(piece, name), rows[row_slice])
             yield piece.SerializeToString()
 
 
-def _write(messages: Any, rows: Iterable[TokenLogprobs]) -> None:
+def _append_messages(messages: Any, rows: Iterable[TokenLogprobs]) -> None:
     """Append a message for each row to a repeated field."""
     for row in rows:
         top = messages.add(logprob=row.logprob).top
@@ -72,12 +74,13 @@ def _serialize_rows(field_number: int, rows: LogprobRows) -> bytes:
     num_rows, num_top = rows.token_ids.shape
     own = np.dtype([("key", "u1"), ("logprob", "<f4")])
     head = length_head(field_number, own.itemsize + num_top * _TOP.itemsize)
-    written = np.empty(num_rows, [("head", "u1", (len(head),)), ("own", own), ("top", _TOP, (num_top,))])
-    written["head"] = tuple(head)
-    written["own"]["key"], written["own"]["logprob"] = _OWN_LOGPROB_KEY, rows.logprobs[:, 0]
-    top = written["top"]  # [num_rows, num_top]
+    serialized = np.empty(num_rows, [("head", "u1", (len(head),)), ("own", own), ("top", _TOP, (num_top,))])
+    serialized["head"] = tuple(head)
+    serialized["own"]["key"] = _OWN_LOGPROB_KEY
+    serialized["own"]["logprob"] = rows.logprobs[:, 0]  # column 0 is the token itself, the others are the top tokens
+    top = serialized["top"]  # [num_rows, num_top]
     top["head"], top["logprob_key"], top["logprob"] = _TOP_HEAD, _LOGPROB_KEY, rows.logprobs[:, 1:]
     for index in range(_ID_BYTES):
         continuation = 0x80 if index < _ID_BYTES - 1 else 0
         top["token_id"][..., index] = rows.token_ids >> np.uint32(7 * index) & 0x7F | continuation
-    return written.tobytes()
+    return serialized.tobytes()

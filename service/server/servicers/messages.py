@@ -160,8 +160,8 @@ def read_hints(envelope: hints_pb2.KvHintsEnvelope) -> tuple[HintAction, ...]:
         raise InvalidRequest(f"kv_hints.actions: expected at most {MAX_HINT_ACTIONS}, got {len(envelope.actions)}")
     actions = []
     for index, action in enumerate(envelope.actions):
-        at = f"kv_hints.actions[{index}]"
-        require_names(**{f"{at}.action_id": action.action_id, f"{at}.action_type": action.action_type})
+        field = f"kv_hints.actions[{index}]"
+        require_names(**{f"{field}.action_id": action.action_id, f"{field}.action_type": action.action_type})
         payload = MessageToDict(action.payload)
         actions.append(HintAction(action.action_id, action.action_type, action.action_version, payload))
     return tuple(actions)
@@ -280,10 +280,11 @@ def grant_message(retained: Retained) -> prefill_pb2.Grant:
 
 
 def stats_response(limits: Limits, stats: EngineStats, tiers: Iterable[TierStats] = ()) -> cache_pb2.StatsResponse:
-    """Write the statistics of an engine and its stores. Fields have the same names on both sides."""
+    """Write the statistics of an engine and its stores. `EngineStats` and the message have the same field names."""
     tenants = [_tenant_message(each) for each in stats.tenants]
-    counts = dataclasses.asdict(dataclasses.replace(stats, tenants=()))
-    del counts["tenants"]
+    stats_fields = dataclasses.asdict(dataclasses.replace(stats, tenants=()))  # `tenants` is converted above, faster
+    del stats_fields["tenants"]
+    load_fields = stats_fields.pop("load")
     return cache_pb2.StatsResponse(
         model=limits.model,
         model_fingerprint=limits.model_fingerprint,
@@ -292,8 +293,8 @@ def stats_response(limits: Limits, stats: EngineStats, tiers: Iterable[TierStats
         block_size=limits.block_size,
         tenants=tenants,
         tiers=[cache_pb2.TierStats(**dataclasses.asdict(each)) for each in tiers],
-        **counts.pop("load"),
-        **counts,
+        **load_fields,
+        **stats_fields,
     )
 
 

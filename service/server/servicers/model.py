@@ -22,7 +22,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     ) -> AsyncIterator[model_pb2.TokenizerChunk]:
         """Stream the zip archive in chunks, with its digest in the last one; or only the digest, if requested."""
         if request.digest_only:
-            _, digest = await self._tokenizer.archived()
+            _, digest = await self._tokenizer.archive_async()
             yield model_pb2.TokenizerChunk(sha256=digest)
             return
         async for data, digest in archive_chunks(self._tokenizer):
@@ -35,7 +35,7 @@ async def archive_chunks(tokenizer: ModelTokenizer) -> AsyncIterator[tuple[bytes
     Raises:
         UnknownTokenizer: the model has no tokenizer.
     """
-    archive, digest = await tokenizer.archived()
+    archive, digest = await tokenizer.archive_async()
     for start in range(0, len(archive), CHUNK_BYTES):
         end = start + CHUNK_BYTES
         yield archive[start:end], digest if end >= len(archive) else ""

@@ -23,7 +23,7 @@ def num_logprobs(rows: Sequence[TokenLogprobs]) -> int:
     return len(rows) * (1 + len(rows[0].top)) if rows else 0
 
 
-def runs(rows: Sequence[TokenLogprobs] | Sequence[prefill_pb2.TokenLogprobs]) -> Iterator[slice]:
+def row_slices(rows: Sequence[TokenLogprobs] | Sequence[prefill_pb2.TokenLogprobs]) -> Iterator[slice]:
     """Yield the slices of rows that are serialized at once."""
     num_rows = max(1, PIECE_LOGPROBS // (1 + len(rows[0].top))) if rows else 1
     for start in range(0, len(rows), num_rows):
@@ -37,7 +37,7 @@ class ResponseWriter:
     """
 
     def __init__(self) -> None:
-        self._writing = asyncio.Semaphore(_MAX_WRITING)
+        self._write_slots = asyncio.Semaphore(_MAX_WRITING)
 
     async def join(self, pieces: Iterable[bytes]) -> bytes:
         """Concatenate the pieces of a response. At most two responses are written at the same time.
@@ -45,8 +45,8 @@ class ResponseWriter:
         Args:
             pieces: an iterable that serializes one piece at a time; it is iterated on the thread.
         """
-        await self._writing.acquire()
-        return await call_on_thread(partial(_join, pieces), self._writing.release)
+        await self._write_slots.acquire()
+        return await call_on_thread(partial(_join, pieces), self._write_slots.release)
 
 
 def _join(pieces: Iterable[bytes]) -> bytes:

@@ -34,7 +34,7 @@ class StatementMaker:
         self._engine = engine
         self._mailbox = mailbox
         self._turn = asyncio.Lock()
-        self._num_waiting = FairShares(MAX_WAITING, "statements")
+        self._queue_shares = FairShares(MAX_WAITING, "statements")
 
     async def statement(self, request: cache_pb2.StatementRequest) -> cache_pb2.StatementResponse:
         """Make a statement.
@@ -52,23 +52,23 @@ class StatementMaker:
             raise SwitchedOff("Statement: switched off, since server.statement_path is not set")
         days = DayRange.read(request.since, request.until, book.today())
         tenant = request.tenant if request.HasField("tenant") else None
-        key = QuotaKey.of_tenant(tenant or "")
-        self._num_waiting.take(key, 1)
+        quota_key = QuotaKey.of_tenant(tenant or "")
+        self._queue_shares.take(quota_key, 1)
         try:
             await self._turn.acquire()
             try:
                 future = self._engine.statement_days(tenant)
-                present = await result_of(self._engine, self._mailbox, future)
+                days_in_memory = await result_of(self._engine, self._mailbox, future)
             except BaseException:
                 self._turn.release()
                 raise
 
-            def make() -> cache_pb2.StatementResponse:  # with 10,000 lines, writing the message takes 80 ms
-                return statement_message(book.statement(days, present, tenant, is_daily=request.by_day))
+            def make_response() -> cache_pb2.StatementResponse:  # with 10,000 lines, writing the message takes 80 ms
+                return statement_message(book.statement(days, days_in_memory, tenant, is_daily=request.by_day))
 
-            return await call_on_thread(make, self._turn.release)
+            return await call_on_thread(make_response, self._turn.release)
         finally:
-            self._num_waiting.release(key, 1)
+            self._queue_shares.release(quota_key, 1)
 
 
 def statement_message(statement: Statement) -> cache_pb2.StatementResponse:

@@ -20,7 +20,7 @@ MAX_STOP_CHARS = 256
 class StopStrings:
     """Searches the completions of one prompt for stop strings. For use by one thread at a time.
 
-        new tokens ─▶ num_kept: the tokens up to a stop string ─▶ send them; has_ended: finish the generation
+        new tokens ─▶ add_tokens: the tokens up to a stop string ─▶ send them; has_ended: finish the generation
         result ─────▶ cut: the result without the tokens after the stop string
 
     Args:
@@ -30,15 +30,15 @@ class StopStrings:
     def __init__(self, answers: Sequence[AnswerText]) -> None:
         self._answers = answers
 
-    def num_kept(self, index: int, token_ids: Sequence[int]) -> int:
+    def add_tokens(self, index: int, token_ids: Sequence[int]) -> int:
         """Add new tokens of a completion, and return how many of them to keep: all, or those up to a stop string."""
         answer = self._answers[index]
-        before = answer.num_tokens
+        num_before = answer.num_tokens
         answer.put(token_ids)
-        return answer.num_tokens - before
+        return answer.num_tokens - num_before
 
     def has_ended(self, index: int) -> bool:
-        """Whether a stop string has ended a completion."""
+        """Return whether a stop string has ended a completion."""
         return self._answers[index].matched is not None
 
     def cut(self, index: int, result: GenerateResult) -> tuple[GenerateResult, str]:
@@ -94,7 +94,7 @@ async def stop_strings(
     if not stops:
         return None
     require_stops(stops)
-    model_tokenizer = await tokenizer.required("stop", "stop strings require")
+    model_tokenizer = await tokenizer.require_async("stop", "stop strings require")
     prompt_ids = last_ids(params.tokens)
     unique_stops = tuple(dict.fromkeys(stops))
     return StopStrings(

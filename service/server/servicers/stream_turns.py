@@ -34,7 +34,7 @@ class StreamTurns:
         Complexity: O(1).
         """
         if not self._is_taken:
-            self._take()
+            self._take_turn()
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(key, deque()).append(turn)
@@ -45,7 +45,7 @@ class StreamTurns:
                 self._queues.move_to_end(key, last=False)
             raise
 
-    def _take(self) -> None:
+    def _take_turn(self) -> None:
         self._is_taken = True
         asyncio.get_running_loop().call_soon(self._pass_on)
 
@@ -58,6 +58,6 @@ class StreamTurns:
                 turn = queue.popleft()
                 if not turn.done():  # otherwise its call was cancelled
                     turn.set_result(None)
-                    self._take()
+                    self._take_turn()
             if queue:
                 self._queues[key] = queue  # its next turn comes after those of the other keys

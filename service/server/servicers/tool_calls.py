@@ -28,7 +28,7 @@ async def with_tool_calls(tokenizer: ModelTokenizer, begin: str, sampling: Sampl
         return sampling
     if len(begin) > MAX_NAME_CHARS:
         raise InvalidRequest(f"tool_call_begin: expected at most {MAX_NAME_CHARS} characters, got {len(begin)}")
-    loaded = await tokenizer.required("tool_call_begin", "the recognition of tool calls requires")
+    loaded = await tokenizer.require_async("tool_call_begin", "the recognition of tool calls requires")
     return dataclasses.replace(sampling, is_tool_call=partial(_contains, loaded, begin, loaded.special_id(begin)))
 
 

@@ -199,7 +199,7 @@ def test_an_unread_response_does_not_end_other_calls(monkeypatch: pytest.MonkeyP
             unread = connection.prefill.Generate(
                 prefill_pb2.GenerateRequest(prefill=large, max_new_tokens=2, prompt_logprobs=100)
             )
-            assert await becomes_true(lambda: server.receiver._unsent._since_s)
+            assert await becomes_true(lambda: server.receiver._unsent._passed_at_s)
             call = asyncio.ensure_future(connection.prefill.Prefill(prompt))
             await asyncio.sleep(1.0)  # five times as long as the ingress waits
             assert not call.done(), call.exception()

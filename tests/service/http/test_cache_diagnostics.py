@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from radixkv.service.http import cache_diagnostics
-from radixkv.service.http.cache_diagnostics import CacheDiagnostics, Prompt, PromptDifference
+from radixkv.service.http.cache_diagnostics import CacheDiagnostics, PromptDifference, PromptParts
 
-FIRST = Prompt("m", "Be brief.", ({"name": "a"},), ({"role": "user", "content": "Hello"},), (), 40)
+FIRST = PromptParts("m", "Be brief.", ({"name": "a"},), ({"role": "user", "content": "Hello"},), (), 40)
 NEXT = replace(FIRST, messages=(*FIRST.messages, {"role": "assistant", "content": "Hi"}), num_tokens=60)
 
 

@@ -713,6 +713,38 @@ def test_a_stream_whose_credential_is_revoked_ends_with_an_error(
     assert "this service does not know the token" in error
 
 
+def test_a_stream_ends_when_its_caller_may_no_longer_act_for_its_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revocation_module, "PERIOD_S", 0.01)
+    tokens = tmp_path / "tokens.toml"
+    entries = TOKENS.format(**hashed("one", "router", "reader"))
+    tokens.write_text(entries)
+    refusals: list[type] = []
+
+    async def main() -> bytes:
+        settings = {
+            "tokens_file": str(tokens),
+            "insecure": True,
+            "count_refusal": lambda error: refusals.append(type(error)),
+        }
+        async with port_of(engine, **settings) as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            headers = {"authorization": "Bearer router-token", "radixkv_tenant": "b"}
+            writer.write(request_bytes({**BODY, "stream": True}, **headers))
+            response = asyncio.create_task(response_of(reader))
+            await becomes_true(lambda: bool(engine.futures))
+            tokens.write_text(entries.replace('tenants = ["a", "b"]', 'tenants = ["a"]'))
+            _, _, data = await response
+            await becomes_true(engine.futures[-1].cancelled)
+            writer.close()
+            return data
+
+    engine = FakeEngine(is_gated=True)
+    assert b"this credential may not act for the tenant" in run(main())
+    assert refusals == [NotPermitted]
+
+
 def test_a_port_in_use_is_reported() -> None:
     port = free_port()
 

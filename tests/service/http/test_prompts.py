@@ -30,14 +30,14 @@ def test_cancelled_calls_do_not_occupy_more_threads(num_bytes: int) -> None:
         encoder = PromptEncoder(ModelTokenizer(None))
         try:
             for _ in range(5):
-                slow = encoder.on_thread(num_bytes, lambda: waits(may_end, running, most_running))
+                slow = encoder.run_on_thread(num_bytes, lambda: waits(may_end, running, most_running))
                 call = asyncio.ensure_future(slow)
                 await asyncio.sleep(0.01)
                 call.cancel()
-            other = encoder.on_thread(LARGE if num_bytes == SMALL else SMALL, time.monotonic)
+            other = encoder.run_on_thread(LARGE if num_bytes == SMALL else SMALL, time.monotonic)
             assert await other > 0  # the other class has threads of its own
             assert max(most_running) == 2
-            last = asyncio.ensure_future(encoder.on_thread(num_bytes, lambda: "over"))
+            last = asyncio.ensure_future(encoder.run_on_thread(num_bytes, lambda: "over"))
             await asyncio.sleep(0.01)
             assert not last.done()
         finally:
@@ -55,6 +55,6 @@ def test_a_function_that_raises_releases_its_thread() -> None:
         encoder = PromptEncoder(ModelTokenizer(None))
         for _ in range(5):
             with pytest.raises(KeyError):
-                await encoder.on_thread(SMALL, fails)
+                await encoder.run_on_thread(SMALL, fails)
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))

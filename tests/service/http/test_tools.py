@@ -45,7 +45,7 @@ def test_tools_may_have_the_names_of_choices() -> None:
     answer = chat("", tools).constrain(generate)
     assert '"none"' in generate.grammar
     assert '"auto"' not in generate.grammar
-    assert answer.parts().put(CALL, is_last=True) == [ToolCall("none", {})]
+    assert answer.answer_parts().put(CALL, is_last=True) == [ToolCall("none", {})]
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -77,7 +77,7 @@ def test_only_forced_and_strict_calls_are_constrained() -> None:
 def test_an_answer_that_the_request_constrains_is_text() -> None:
     answer = chat("", Tools(DEFINITIONS, "auto")).constrain(GenerateRequest(regex=".*"))
     assert not answer.has_parts
-    assert answer.parts().put(f"<think>{CALL}", is_last=True) == [f"<think>{CALL}"]
+    assert answer.answer_parts().put(f"<think>{CALL}", is_last=True) == [f"<think>{CALL}"]
 
 
 @pytest.mark.parametrize("options", [{"json_object": True}, {"json_schema": '{"type": "object"}'}])
@@ -95,8 +95,8 @@ def test_an_answer_in_json_may_be_calls_or_come_after_reasoning(options: Any) ->
 
 
 def test_special_tokens_are_shown_where_the_answer_may_have_parts() -> None:
-    assert chat("", Tools()).shown == {7: "<think>"}
-    assert chat("", Tools()).parts().put("<think>a</think>b", is_last=True) == [Reasoning("a"), "b"]
+    assert chat("", Tools()).shown_tags == {7: "<think>"}
+    assert chat("", Tools()).answer_parts().put("<think>a</think>b", is_last=True) == [Reasoning("a"), "b"]
 
 
 def test_schemas_that_are_too_long_for_a_grammar_are_refused() -> None:

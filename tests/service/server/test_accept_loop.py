@@ -194,7 +194,7 @@ def test_a_connection_that_cancels_half_of_its_calls_stays_open(caplog: pytest.L
 def test_an_unknown_version_of_grpcio_serves_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(accept_loop, "_PARTS", ("_not_in_grpcio",))
+    monkeypatch.setattr(accept_loop, "_CYGRPC_NAMES", ("_not_in_grpcio",))
 
     async def run() -> bytes:
         server, address = await started({"Echo": echo})

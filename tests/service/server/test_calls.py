@@ -38,7 +38,7 @@ async def begun(calls):
 def test_calls_in_flight_are_waited_for(calls):
     async def run():
         first, second = await begun(calls), await begun(calls)
-        finish = asyncio.create_task(calls.finish(60))
+        finish = asyncio.create_task(calls.wait_for_end(60))
         first.end()
         for _ in range(5):
             await asyncio.sleep(0)
@@ -52,7 +52,7 @@ def test_calls_in_flight_are_waited_for(calls):
 def test_later_calls_are_not_waited_for(calls):
     async def run():
         call = await begun(calls)
-        finish = asyncio.create_task(calls.finish(60))
+        finish = asyncio.create_task(calls.wait_for_end(60))
         await asyncio.sleep(0)
         await begun(calls)
         call.end()
@@ -64,7 +64,7 @@ def test_later_calls_are_not_waited_for(calls):
 def test_the_wait_is_bounded(calls):
     async def run():
         await begun(calls)
-        return await asyncio.wait_for(calls.finish(0.05), PATIENCE_S)
+        return await asyncio.wait_for(calls.wait_for_end(0.05), PATIENCE_S)
 
     assert not asyncio.run(run())
 

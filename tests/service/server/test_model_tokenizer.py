@@ -73,7 +73,7 @@ def test_callers_that_wait_for_the_tokenizer_take_one_thread(monkeypatch, is_the
 
     async def run():
         tokenizer = ModelTokenizer("tiny")
-        waiting = [asyncio.ensure_future(tokenizer.loaded()) for _ in range(40)]  # more than there are threads
+        waiting = [asyncio.ensure_future(tokenizer.load_async()) for _ in range(40)]  # more than there are threads
         await asyncio.sleep(0)
         waiting[0].cancel()
         await asyncio.wait_for(asyncio.to_thread(may_load.set), PATIENCE_S)

@@ -127,7 +127,7 @@ def test_the_end_of_a_stream_counts_as_small():
 
 
 def test_the_number_of_remembered_connections_is_bounded(monkeypatch):
-    monkeypatch.setattr(receive_slots, "_MAX_REMEMBERED", 2)
+    monkeypatch.setattr(receive_slots, "_MAX_REMEMBERED_CONNECTIONS", 2)
 
     async def run():
         senders = Senders()

@@ -12,7 +12,7 @@ import pytest
 
 from radixkv.api.params import PrefillParams
 from radixkv.service.server.servicers import kv_fetcher
-from radixkv.service.server.servicers.kv_fetcher import _Stream
+from radixkv.service.server.servicers.kv_fetcher import _BlockStream
 from radixkv.v1.prefill_pb2 import FetchKVResponse, KVFormat, KVSource
 from tests.patience import PATIENCE_S
 
@@ -54,9 +54,9 @@ async def fetched(source: StallingSource, num_blocks: int) -> int:
         payload_of=lambda data, wanted, mac: memoryview(data),
     )
     params, wanted = PrefillParams(bytes(4)), [SimpleNamespace(key=b"")] * num_blocks
-    stream = _Stream(transfer, source, params, KVSource(address="peer:1"), 0, wanted, None)  # type: ignore[arg-type]
+    stream = _BlockStream(transfer, source, params, KVSource(address="peer:1"), 0, wanted, None)  # type: ignore[arg-type]
     async with asyncio.timeout(PATIENCE_S):
-        return len(await stream.payloads(()))
+        return len(await stream.fetch_payloads(()))
 
 
 @pytest.fixture

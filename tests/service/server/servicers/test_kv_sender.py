@@ -171,14 +171,14 @@ def fetched(sending: FakeTransfer, lease_id: str = "a lease", stores: FakeStores
                     if fetched_blocks is None
                     else (fetched_blocks.first_block, [payload[0] for payload in fetched_blocks.payloads])
                 )
-                taken = fetcher._fetched.used
+                taken = fetcher._held_bytes.used
                 del fetched_blocks
             finally:
                 with contextlib.suppress(RadixKVError):
                     await fetcher._sources.client_of(address).close()
             gc.collect()
             await asyncio.sleep(0)
-            assert fetcher._fetched.used == 0, "whatever happened"
+            assert fetcher._held_bytes.used == 0, "whatever happened"
             return received, taken
 
     return asyncio.run(run())
@@ -209,7 +209,7 @@ def test_queued_generations_of_a_tenant_do_not_keep_other_tenants_from_fetching(
             tenants = ("busy", "busy", "busy", "other", "other", "third")
             fetched_blocks = [await fetcher.fetch(PrefillParams(PROMPT, Caller(tenant)), lease) for tenant in tenants]
             await fetcher._sources.client_of(address).close()
-            return [None if each is None else len(each.blocks) for each in fetched_blocks], fetcher._fetched.used
+            return [None if each is None else len(each.blocks) for each in fetched_blocks], fetcher._held_bytes.used
 
     received, taken = asyncio.run(run())
     assert received == [NUM_BLOCKS, NUM_BLOCKS, None, NUM_BLOCKS, None, 4], (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from radixkv.api.result import TokenLogprobs
-from radixkv.service.server.servicers.response_writer import PIECE_LOGPROBS, ResponseWriter, num_logprobs, runs
+from radixkv.service.server.servicers.response_writer import PIECE_LOGPROBS, ResponseWriter, num_logprobs, row_slices
 from tests.patience import PATIENCE_S
 from tests.service.serving import becomes_true
 
@@ -28,7 +28,7 @@ class Gated:
 @pytest.mark.parametrize(("num_rows", "num_top"), [(0, 0), (1, 0), (1500, 0), (3000, 2), (5, 2 * PIECE_LOGPROBS)])
 def test_runs_have_all_rows_and_at_most_a_piece_of_log_probabilities(num_rows: int, num_top: int) -> None:
     rows = [TokenLogprobs(-float(number), ((7, -1.0),) * num_top) for number in range(num_rows)]
-    cut = [rows[run] for run in runs(rows)]
+    cut = [rows[run] for run in row_slices(rows)]
     assert [row for some in cut for row in some] == rows
     assert all(num_logprobs(some) <= PIECE_LOGPROBS or len(some) == 1 for some in cut)
     assert num_logprobs(rows) == num_rows * (1 + num_top)

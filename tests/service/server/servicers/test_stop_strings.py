@@ -66,16 +66,16 @@ def test_without_strings_no_tokenizer_is_loaded(monkeypatch: pytest.MonkeyPatch)
 
 def test_each_answer_has_a_text_of_its_own() -> None:
     strings = make_stop_strings(["ab"])
-    assert [strings.num_kept(index, [ord("a")]) for index in (0, 1)] == [1, 1]
-    assert strings.num_kept(1, [ord("b"), ord("c")]) == 1
+    assert [strings.add_tokens(index, [ord("a")]) for index in (0, 1)] == [1, 1]
+    assert strings.add_tokens(1, [ord("b"), ord("c")]) == 1
     assert (strings.has_ended(0), strings.has_ended(1)) == (False, True)
-    assert strings.num_kept(1, [ord("d")]) == 0
-    assert strings.num_kept(0, [ord("c"), ord("d")]) == 2
+    assert strings.add_tokens(1, [ord("d")]) == 0
+    assert strings.add_tokens(0, [ord("c"), ord("d")]) == 2
 
 
 def test_the_end_of_the_prompt_is_no_part_of_the_answer() -> None:
     strings = make_stop_strings(["ab"], prompt=[ord("a")])
-    assert strings.num_kept(0, [*b"bcab"]) == 4
+    assert strings.add_tokens(0, [*b"bcab"]) == 4
     assert strings.has_ended(0)
 
 
