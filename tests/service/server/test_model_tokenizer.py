@@ -103,7 +103,7 @@ def test_a_missing_package_is_named_in_the_log_and_refuses_only_what_needs_the_t
 
     monkeypatch.setattr(module.Tokenizer, "load", load)
     with pytest.raises(InvalidRequest, match="stop: the model has no tokenizer, which stop strings require"):
-        asyncio.run(ModelTokenizer("tiny").required("stop", "stop strings require"))
+        asyncio.run(ModelTokenizer("tiny").require_async("stop", "stop strings require"))
     assert "the package sentencepiece is missing" in caplog.text
 
 
