@@ -19,7 +19,7 @@ from itertools import islice
 from radixkv.api.explanation import CachedBranch, Divergence, NamedBranch
 from radixkv.cache.node import Node
 from radixkv.cache.radix_tree import RadixTree
-from radixkv.invocation import InvocationMarks, plain
+from radixkv.invocation import InvocationMarks, strip_marks
 from radixkv.tokens import TOKEN_BYTES, shared_bytes
 
 MAX_BRANCHES = 4
@@ -115,7 +115,7 @@ def branches_through(nodes: Iterable[Node], max_branches: int, now_s: float) -> 
 def _differs_only_in_adapter(run: bytes, token: bytes, marks: InvocationMarks) -> bool:
     """Return whether a run begins with the same token as the prompt, but computed by another adapter."""
     other = run[:TOKEN_BYTES]
-    return plain(other) == plain(token) and marks.digest_of(other) != marks.digest_of(token)
+    return strip_marks(other) == strip_marks(token) and marks.digest_of(other) != marks.digest_of(token)
 
 
 def _first_own_node(node: Node) -> Node:

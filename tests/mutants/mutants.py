@@ -141,8 +141,8 @@ CACHE_MUTANTS = (
     Mutant("cache/node.py", "            self._order.add(first_block)\n", "            pass\n"),
     Mutant("cache/node.py", "            self._order.remove(first_block)\n", "            pass\n"),
     Mutant("tokens.py", "    return num_tokens * TOKEN_BYTES", "    return 0"),
-    Mutant("tokens.py", "return (start + first) * TOKEN_BYTES", "return first * TOKEN_BYTES"),
-    Mutant("tokens.py", "        start += size\n", "        start += 2 * size\n"),
+    Mutant("tokens.py", "return (start + first_difference) * TOKEN_BYTES", "return first_difference * TOKEN_BYTES"),
+    Mutant("tokens.py", "        start += num_compared\n", "        start += 2 * num_compared\n"),
     Mutant("cache/radix_tree.py", "        leaf.fingerprint = self._fingerprint(tokens, start)\n", ""),
     Mutant(
         "cache/radix_tree.py",
@@ -192,7 +192,7 @@ CACHE_MUTANTS = (
     Mutant("namespace.py", "self.tenant != PUBLIC_TENANT", "True"),
     Mutant("cache/tenants.py", "Quota() if tenant == TRIAL_TENANT else self.default_quota", "self.default_quota"),
     Mutant("namespace.py", "namespace if namespace.public_prefix else namespace[:-1]", "namespace[:-1]"),
-    Mutant("namespace.py", '        digest.update(len(data).to_bytes(8, "little"))\n', ""),
+    Mutant("namespace.py", '        digest.update(len(encoded).to_bytes(8, "little"))\n', ""),
     Mutant("namespace.py", '"utf-8", "surrogatepass"', '"ascii", "replace"'),
     Mutant(
         "service/server/opaque_ids.py",
