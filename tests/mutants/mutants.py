@@ -1273,8 +1273,8 @@ PART_MUTANTS = (
     Mutant("cache/evictor.py", "num_blocks + windows.num_unreserved_blocks(window_leases)", "num_blocks"),
     Mutant(
         "storage/pages.py",
-        "start = -(-(base + first * stride) // page) * page",
-        "start = (base + first * stride) // page * page",
+        "start = -(-(base + first * block_stride) // page_bytes) * page_bytes",
+        "start = (base + first * block_stride) // page_bytes * page_bytes",
     ),
     Mutant("cache/window_pool.py", "        self.num_evicted += 1\n", ""),
     Mutant("cache/window_pool.py", "self.num_parts - self.num_step_parts - self.num_reserved", "self.num_parts"),
