@@ -1495,9 +1495,9 @@ STATEMENT_MUTANTS = (
     Mutant(
         "statements/statement_book.py", "use = present[day] if day in present else", "use = None if day in present else"
     ),
-    Mutant("statements/statement_book.py", "if tenant is None else {tenant} & use.tenants.keys()", ""),
+    Mutant("statements/statement_book.py", " if tenant is None else day_use.tenants.keys() & {tenant}", ""),
     Mutant("statements/quota_shadow.py", "max(0, num_saved[1] - num_saved[0])", "num_saved[1]"),
-    Mutant("statements/quota_shadow.py", "num_saved[0]) * self._rate", "num_saved[0])"),
+    Mutant("statements/quota_shadow.py", "num_saved[0]) * self._blocks_per_sample", "num_saved[0])"),
     Mutant("statements/quota_shadow.py", "in reversed(blocks):", "in blocks:"),
     Mutant("statements/quota_shadow.py", "if end > num_written_tokens and key not in shadow.blocks:", "if False:"),
     Mutant("statements/quota_shadow.py", "if end >= num_read_tokens:", "if end > num_read_tokens:"),
@@ -1505,8 +1505,8 @@ STATEMENT_MUTANTS = (
     Mutant("statements/quota_shadow.py", "        hashes ^= np.uint64(seed)\n", ""),
     Mutant(
         "statements/quota_shadow.py",
-        "more_tokens, self._more_tokens = self._more_tokens, Counter()",
-        "more_tokens = self._more_tokens",
+        "num_saved_tokens, self._num_saved_tokens = self._num_saved_tokens, Counter()",
+        "num_saved_tokens = self._num_saved_tokens",
     ),
     Mutant(
         "engine/quota_shadow_feed.py",
