@@ -84,13 +84,15 @@ class DayFiles:
             raise StoreUnavailable(f"statements: {path} cannot be read: {error.strerror}") from error
         except (ValueError, OverflowError, RecursionError) as error:
             new_path = _free_path(path)
-            _log.error(
-                "statements: %s is damaged (%s); it is now %s, and its day is missing", path, error, new_path.name
-            )
             try:
                 path.rename(new_path)
             except OSError as failure:
-                raise StoreUnavailable(f"statements: {path} cannot be renamed: {failure.strerror}") from failure
+                raise StoreUnavailable(
+                    f"statements: {path} is damaged and cannot be renamed: {failure.strerror}"
+                ) from failure
+            _log.error(
+                "statements: %s is damaged (%s); it is now %s, and its day is missing", path, error, new_path.name
+            )
             return None
 
     def write(self, day: int, use: DayUse) -> None:
