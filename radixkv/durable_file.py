@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, contents: bytes) -> None:
     """Replace a file atomically and durably; if it does not exist, create it. Only the current user can read it.
 
     The new contents are first written to a file next to it with the suffix `.partial`.
@@ -17,7 +17,7 @@ def replace_file(path: Path, data: bytes) -> None:
     """
     partial = path.with_suffix(".partial")
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
+        file.write(contents)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

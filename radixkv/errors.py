@@ -150,7 +150,7 @@ class NoReplica(CapacityError):
 
 
 class OutOfBlocks(CapacityError):
-    """There are too few free or evictable blocks, or too many held leases, or blocks in them or in public prefixes."""
+    """Too few blocks are free or evictable, too many leases are held, or too many blocks are held or public."""
 
 
 class OutOfMemory(CapacityError):
@@ -166,7 +166,7 @@ class RateExceeded(CapacityError):
 
 
 class TooManyAdapters(CapacityError):
-    """A maximum number of adapters is reached: of loaded, of loaded and draining, or of ever invoked ones."""
+    """Too many adapters are loaded, are loaded or still draining, or have been invoked since the server started."""
 
 
 class TooManyReaders(CapacityError):
@@ -216,7 +216,7 @@ class KVOfOtherPrompt(KVSourceError):
 
 
 class KVSourceUnusable(KVSourceError):
-    """Another server cannot be used with its configuration, or with that of this one."""
+    """K/V can never be fetched from another server with its configuration, or with the configuration of this server."""
 
 
 class KVFormatDiffers(KVSourceUnusable):

@@ -11,20 +11,20 @@ from radixkv.errors import TooManyAdapters
 from radixkv.tokens import TOKEN_BYTES
 
 _ID_BITS = 20
-MAX_INVOKED_VOCAB = 1 << _ID_BITS  # token ids below it leave room for a mark
+MAX_INVOKED_VOCAB = 1 << _ID_BITS  # token ids below this value leave the upper bits free for a mark
 MAX_INVOKED_ADAPTERS = (1 << (8 * TOKEN_BYTES - _ID_BITS)) - 1
 
 
 class Invocation(NamedTuple):
-    """The position in a prompt from which an adapter computes it. Earlier K/V are those of the base model.
+    """The position in a prompt from which on an adapter computes the K/V. The base model computes the K/V before it.
 
         prompt   a b c d | I J x y        the adapter is invoked by I J
         marked   a b c d | I'J'x'y'       in the tree of the base model, where all requests find `a b c d`
 
     Attributes:
         digest: digest of the adapter's content.
-        start: position of its first token.
-        mark: number that is added to the ids of its tokens; see `InvocationMarks`.
+        start: position of the first token that the adapter computes.
+        mark: number that is added to the ids of all tokens from `start` on; see `InvocationMarks`.
     """
 
     digest: str
@@ -38,7 +38,7 @@ class Invocation(NamedTuple):
         return ids.tobytes()
 
 
-def plain(tokens: bytes | bytearray) -> bytes:
+def strip_marks(tokens: bytes | bytearray) -> bytes:
     """Return tokens without their marks. Complexity: a copy."""
     return (np.frombuffer(tokens, "<u4") & np.uint32(MAX_INVOKED_VOCAB - 1)).tobytes()
 
@@ -71,7 +71,7 @@ class InvocationMarks:
             if number > MAX_INVOKED_ADAPTERS:
                 raise TooManyAdapters(
                     f"adapters: expected at most {MAX_INVOKED_ADAPTERS} different invoked ones until the next start, "
-                    f"got one more"
+                    "got one more"
                 )
             self._digests[number] = digest
             self._marks[digest] = number << _ID_BITS

@@ -81,7 +81,7 @@ def _seed(namespace: Namespace) -> int:
     digest = xxhash.xxh3_64()
     # Without a public prefix, the seed is that of the other four fields.
     for field in namespace if namespace.public_prefix else namespace[:-1]:
-        data = field.encode("utf-8", "surrogatepass")
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
+        encoded = field.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
     return digest.intdigest()

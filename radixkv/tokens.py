@@ -24,7 +24,7 @@ def require_tokens(tokens: bytes) -> None:
 def shared_bytes(segment: bytes, tokens: bytes, position: int) -> int:
     """Return the length in bytes of the common prefix of `segment` and `tokens[position:]`, in whole tokens.
 
-    Complexity: one memory comparison if all of `segment` matches, otherwise a few of the common part.
+    Complexity: one memory comparison if all of `segment` matches, otherwise O(common tokens + 4,096).
 
     Example:
         >>> shared_bytes(b"aaaabbbbcccc", b"....aaaabbbbxxxx", 4)
@@ -32,25 +32,27 @@ def shared_bytes(segment: bytes, tokens: bytes, position: int) -> int:
     """
     if tokens.startswith(segment, position):
         return len(segment)
-    if segment[:TOKEN_BYTES] != tokens[position : position + TOKEN_BYTES]:  # the usual case: 0.1 us instead of 2
+    # Usually the first tokens differ already. This check takes 0.1 us; the loop below would take 2 us.
+    if segment[:TOKEN_BYTES] != tokens[position : position + TOKEN_BYTES]:
         return 0
     num_tokens = min(len(segment), len(tokens) - position) // TOKEN_BYTES
-    start, window = 0, _FIRST_WINDOW_TOKENS
+    start = 0
+    window_tokens = _FIRST_WINDOW_TOKENS
     while start < num_tokens:
-        size = min(window, num_tokens - start)
-        ours = np.frombuffer(segment, np.uint32, size, start * TOKEN_BYTES)
-        theirs = np.frombuffer(tokens, np.uint32, size, position + start * TOKEN_BYTES)
-        differs = ours != theirs
-        first = int(differs.argmax())
-        if differs[first]:
-            return (start + first) * TOKEN_BYTES
-        start += size
-        window *= 8
+        num_compared = min(window_tokens, num_tokens - start)
+        segment_ids = np.frombuffer(segment, np.uint32, num_compared, start * TOKEN_BYTES)
+        prompt_ids = np.frombuffer(tokens, np.uint32, num_compared, position + start * TOKEN_BYTES)
+        is_different = segment_ids != prompt_ids
+        first_difference = int(is_different.argmax())
+        if is_different[first_difference]:
+            return (start + first_difference) * TOKEN_BYTES
+        start += num_compared
+        window_tokens *= 8
     return num_tokens * TOKEN_BYTES
 
 
 def prefix_fingerprint(seed: int, tokens: bytes, end: int, more: bytes = b"") -> int:
-    """Hash `tokens[:end] + more` under a namespace's seed."""
+    """Hash the first `end` bytes of `tokens`, followed by the bytes `more`, under a namespace's seed."""
     digest = xxh3_64(memoryview(tokens)[:end], seed)
     digest.update(more)
     return digest.intdigest()

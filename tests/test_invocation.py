@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixkv.errors import TooManyAdapters
-from radixkv.invocation import MAX_INVOKED_ADAPTERS, MAX_INVOKED_VOCAB, InvocationMarks, plain
+from radixkv.invocation import MAX_INVOKED_ADAPTERS, MAX_INVOKED_VOCAB, InvocationMarks, strip_marks
 from tests.fake_runner import tokens
 
 IDS = [5, 0, MAX_INVOKED_VOCAB - 1, 7]
@@ -17,7 +17,7 @@ def test_tokens_before_the_invocation_are_unchanged() -> None:
     marked = marks.invocation("one", 2).marked(tokens(IDS))
     assert marked[:8] == tokens(IDS[:2])
     assert marked[8:] != tokens(IDS[2:])
-    assert plain(marked) == tokens(IDS)
+    assert strip_marks(marked) == tokens(IDS)
     assert marks.num_plain(marked) == 2
     assert marks.digest_of(marked) == "one"
     assert marks.digest_of(marked[:8]) == ""
@@ -56,7 +56,7 @@ def test_marks_run_out_with_an_error() -> None:
     for number in range(MAX_INVOKED_ADAPTERS):
         marks.add(str(number))
     last = marks.invocation(str(MAX_INVOKED_ADAPTERS - 1), 0).marked(tokens(IDS))
-    assert plain(last) == tokens(IDS)
+    assert strip_marks(last) == tokens(IDS)
     assert marks.digest_of(last) == str(MAX_INVOKED_ADAPTERS - 1)
     with pytest.raises(TooManyAdapters, match="until the next start"):
         marks.add("one more")

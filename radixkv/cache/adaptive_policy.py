@@ -79,11 +79,11 @@ class HitDensities:
         self.wait(kind, -num_blocks, -1)
         self.wait(new_kind, num_blocks)
 
-    def forget(self, kept: float) -> None:
-        """Multiply all counts by `kept`, a number below 1."""
-        self.hits = [[each * kept for each in row] if any(row) else row for row in self.hits]
-        self.block_waits = [each * kept for each in self.block_waits]
-        self.node_waits = [each * kept for each in self.node_waits]
+    def forget(self, factor: float) -> None:
+        """Multiply all counts by `factor`, a number below 1."""
+        self.hits = [[each * factor for each in row] if any(row) else row for row in self.hits]
+        self.block_waits = [each * factor for each in self.block_waits]
+        self.node_waits = [each * factor for each in self.node_waits]
 
     def density(self, kind: int, age_s: float) -> float:
         """Return the expected hits per block second of a node of this kind and age. Complexity: O(1)."""
@@ -104,18 +104,21 @@ class HitDensities:
         block_waits = np.maximum(np.array(self.block_waits), 0.0).reshape(shape[:2])
         node_waits = np.maximum(np.array(self.node_waits), 0.0).reshape(shape[:2])
         groups = (slice(_NUM_NEW_KINDS), slice(_NUM_NEW_KINDS, None))  # never reused, reused
-        own = _densities(hits.reshape(-1, _NUM_AGES), block_waits.reshape(-1)).reshape(shape)
+        kind_densities = _compute_densities(hits.reshape(-1, _NUM_AGES), block_waits.reshape(-1)).reshape(shape)
         weights = _PRIOR_WAITS / (_PRIOR_WAITS + node_waits)[..., None]
         blended = np.empty(shape)
         for group in groups:
-            shared = _densities(hits[:, group].sum(axis=1), block_waits[:, group].sum(axis=1))  # [num_awaits, num_ages]
-            np.minimum.accumulate(shared, axis=1, out=shared)  # so that without own counts the order is that of LRU
-            own_logs, shared_logs = np.log(own[:, group] + _TINY_DENSITY), np.log(shared + _TINY_DENSITY)[:, None]
-            blended[:, group] = own_logs + weights[:, group] * (shared_logs - own_logs)
+            group_hits, group_waits = hits[:, group].sum(axis=1), block_waits[:, group].sum(axis=1)
+            group_densities = _compute_densities(group_hits, group_waits)  # [num_awaits, num_ages]
+            # The density of a group falls with age, so that a kind without counts of its own is in LRU order.
+            np.minimum.accumulate(group_densities, axis=1, out=group_densities)
+            kind_logs = np.log(kind_densities[:, group] + _TINY_DENSITY)
+            group_logs = np.log(group_densities + _TINY_DENSITY)[:, None]
+            blended[:, group] = kind_logs + weights[:, group] * (group_logs - kind_logs)
         self._densities = np.exp(blended).reshape(-1, _NUM_AGES).tolist()
 
 
-def _densities(hits: Counts, block_waits: Counts) -> Counts:
+def _compute_densities(hits: Counts, block_waits: Counts) -> Counts:
     """Return the density of each row at each age.
 
     Args:
@@ -128,18 +131,19 @@ def _densities(hits: Counts, block_waits: Counts) -> Counts:
         return densities
     first, end = max(0, int(ages[0]) - 4 * _AGES_PER_OCTAVE), int(ages[-1]) + 1
     hits = hits[rows, first:end]
-    used = hits.cumsum(axis=1)  # [num_rows, num_ages]
-    block_waits = np.maximum(block_waits[rows], (1 + _MIN_UNUSED_SHARE) * used[:, -1])[:, None]
+    num_used_until = hits.cumsum(axis=1)  # [num_rows, num_ages]
+    block_waits = np.maximum(block_waits[rows], (1 + _MIN_UNUSED_SHARE) * num_used_until[:, -1])[:, None]
     widths_s = _WIDTHS_S[first:end].copy()
-    block_seconds = ((block_waits - used + hits / 2) * widths_s).cumsum(axis=1)
-    best = np.zeros_like(hits)
+    block_seconds = ((block_waits - num_used_until + hits / 2) * widths_s).cumsum(axis=1)
+    max_densities = np.zeros_like(hits)
     for age in range(end - first):
-        num_used, num_seconds = used[:, age:], block_seconds[:, age:]
+        num_used, num_seconds = num_used_until[:, age:], block_seconds[:, age:]
         if age:
-            num_used, num_seconds = num_used - used[:, age - 1, None], num_seconds - block_seconds[:, age - 1, None]
-        best[:, age] = (num_used / num_seconds).max(axis=1)
-    densities[rows, first:end] = best
-    densities[rows, :first] = best[:, :1]
+            num_used = num_used - num_used_until[:, age - 1, None]
+            num_seconds = num_seconds - block_seconds[:, age - 1, None]
+        max_densities[:, age] = (num_used / num_seconds).max(axis=1)
+    densities[rows, first:end] = max_densities
+    densities[rows, :first] = max_densities[:, :1]
     return densities
 
 
@@ -299,8 +303,8 @@ class AdaptivePolicy(EvictionPolicy):
     def used(self, node: Node, num_bytes: int, now_s: float) -> None:
         """Record a use of the nodes of the path that were matched completely; see `used_nodes`."""
         for used in used_nodes(node, num_bytes):
-            self._use(used, used.last_used_s, now_s)
-        self._tick()
+            self._record_use(used, used.last_used_s, now_s)
+        self._count_event()
 
     def loaded_ahead(self, node: Node, num_bytes: int) -> None:
         """Keep the time of the last use."""
@@ -327,7 +331,7 @@ class AdaptivePolicy(EvictionPolicy):
         """Record a use of the upper half. The lower half still waits for its next use."""
         self.cut(lower)
         assert lower.parent is not None
-        self._use(lower.parent, last_used_s, now_s)
+        self._record_use(lower.parent, last_used_s, now_s)
 
     def cut(self, lower: Node) -> None:
         """Divide the policy's note between both halves."""
@@ -349,28 +353,28 @@ class AdaptivePolicy(EvictionPolicy):
         """Start to wait for the next use of a leaf. If it was evicted before, record the age of this use."""
         leaf.policy_note = history = _ReuseHistory()
         history.ghost = self._ghosts.pop(leaf.fingerprint, None)
-        self._return(leaf, history, now_s)
-        self._grow(leaf, history)
-        self._tick()
+        self._record_return(leaf, history, now_s)
+        self._count_new_blocks(leaf, history)
+        self._count_event()
 
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
         """Start to wait for the next use of the new blocks. If they were evicted before, record the age of this use."""
         history: _ReuseHistory = leaf.policy_note
-        self._return(leaf, history, now_s)
-        self._grow(leaf, history)
+        self._record_return(leaf, history, now_s)
+        self._count_new_blocks(leaf, history)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """Record hashes of some blocks, and remember the leaf when all of it is evicted."""
         history: _ReuseHistory = leaf.policy_note
         history.ghost = None
         if not history.marks:
-            history.marks = _marks(leaf)
+            history.marks = _mark_blocks(leaf)
         if num_blocks == leaf.num_blocks:
             self._ghosts[leaf.fingerprint] = _Ghost(_last_use_s(leaf, leaf.last_used_s), history)
             if len(self._ghosts) > max(_MIN_GHOSTS, self._num_blocks):
                 self._ghosts.popitem(last=False)
 
-    def _return(self, leaf: Node, history: _ReuseHistory, now_s: float) -> None:
+    def _record_return(self, leaf: Node, history: _ReuseHistory, now_s: float) -> None:
         """Record a use of blocks that were evicted and are published again; or continue to wait for it."""
         if history.ghost is None:
             return
@@ -384,8 +388,8 @@ class AdaptivePolicy(EvictionPolicy):
             history.restore(before, min(num_blocks, leaf.num_blocks), last_used_s)
             return
         num_used = max(0, min(num_blocks, before.num_blocks) - first)
-        log_age = self._hit(before.kind, num_used, now_s - last_used_s)
-        self._hit(before.new_kind, num_blocks - first - num_used, now_s - last_used_s)
+        log_age = self._record_hit(before.kind, num_used, now_s - last_used_s)
+        self._record_hit(before.new_kind, num_blocks - first - num_used, now_s - last_used_s)
         ghost, num_new_blocks = history.ghost, history.num_new_blocks
         if not first:
             history.num_uses, history.log_pace = before.num_uses, before.log_pace
@@ -393,13 +397,13 @@ class AdaptivePolicy(EvictionPolicy):
             history.ghost = ghost
         num_here = min(num_blocks, leaf.num_blocks) - history.num_blocks  # some may be in a later chunk
         history.num_blocks += num_here
-        moved = min(num_new_blocks, max(0, history.num_blocks + num_new_blocks - leaf.num_blocks))
-        history.num_new_blocks = num_new_blocks - moved
-        self.densities.wait(history.new_kind, -moved, 0)
+        num_moved = min(num_new_blocks, max(0, history.num_blocks + num_new_blocks - leaf.num_blocks))
+        history.num_new_blocks = num_new_blocks - num_moved
+        self.densities.wait(history.new_kind, -num_moved, 0)
         self.densities.wait(history.kind, num_here, not first)
-        self._num_new_blocks += num_here - moved
+        self._num_new_blocks += num_here - num_moved
 
-    def _grow(self, leaf: Node, history: _ReuseHistory) -> None:
+    def _count_new_blocks(self, leaf: Node, history: _ReuseHistory) -> None:
         """Count the new blocks at the end of a leaf."""
         num_more_blocks = max(0, leaf.num_blocks - history.num_blocks - history.num_new_blocks)
         self._num_new_blocks += num_more_blocks
@@ -411,13 +415,13 @@ class AdaptivePolicy(EvictionPolicy):
         history.new_kind = _new_kind(leaf, history)
         self.densities.wait(history.new_kind, history.num_new_blocks)
 
-    def _use(self, node: Node, last_used_s: float, now_s: float) -> None:
+    def _record_use(self, node: Node, last_used_s: float, now_s: float) -> None:
         history: _ReuseHistory = node.policy_note
         last_used_s = _last_use_s(node, last_used_s)
         age_s = now_s - last_used_s
         num_used = min(history.num_blocks, node.num_blocks)
-        log_age = self._hit(history.kind, num_used, age_s)
-        self._hit(history.new_kind, node.num_blocks - num_used, age_s)
+        log_age = self._record_hit(history.kind, num_used, age_s)
+        self._record_hit(history.new_kind, node.num_blocks - num_used, age_s)
         ghost = None
         if history.marks:  # the last blocks were evicted, and may be published again by this request
             before = copy.copy(history)
@@ -428,12 +432,12 @@ class AdaptivePolicy(EvictionPolicy):
         node.num_uses += 1
         self.densities.wait(history.kind, history.num_blocks)
 
-    def _hit(self, kind: int, num_blocks: int, age_s: float) -> float:
+    def _record_hit(self, kind: int, num_blocks: int, age_s: float) -> float:
         log_age = math.log2(max(age_s, _SHORTEST_AGE_S))
         self.densities.hit(kind, num_blocks, log_age)
         return log_age
 
-    def _tick(self) -> None:
+    def _count_event(self) -> None:
         self._num_events += 1
         is_due = self._num_events % self._events_per_update == 0
         if is_due:
@@ -457,7 +461,7 @@ def _new_kind(leaf: Node, history: _ReuseHistory) -> int:
     return 3 * num_uses_above + bisect.bisect_right(_LENGTHS_TOKENS, num_tokens)
 
 
-def _marks(leaf: Node) -> tuple[tuple[int, int], ...]:
+def _mark_blocks(leaf: Node) -> tuple[tuple[int, int], ...]:
     """Return index and hash of a leaf's last whole block, and of those at three, two and one quarters of it."""
     num_whole_blocks = len(leaf.tokens) // (leaf.owner.block_size * TOKEN_BYTES)
     indices = sorted({num_whole_blocks * quarters // 4 - 1 for quarters in (4, 3, 2, 1)}, reverse=True)

@@ -82,7 +82,7 @@ class BlockPool:
         self.num_free = num_blocks
         self.num_withheld = 0
         self.num_published = 0
-        self._bytes = bytearray(num_blocks)  # the memory of the states; comparing bytes takes 0.2 us, numpy takes 0.9
+        self._bytes = bytearray(num_blocks)  # the memory of `_states`; a comparison takes 0.2 us, and 0.9 us with numpy
         self._states = np.frombuffer(self._bytes, dtype=np.uint8)
         self._starts = np.zeros(1, dtype=np.intp)  # of the known runs, ascending
         self._lengths = np.full(1, num_blocks, dtype=np.intp)
@@ -170,12 +170,12 @@ class BlockPool:
         """Find adjacent free blocks. Returns the id of the first one; None if no known run is long enough."""
         if self._end - self._start < num_blocks + room:
             self._switch_run(num_blocks, room)
-        while (spare := self._end - self._start - num_blocks) >= 0:
+        while (num_spare_blocks := self._end - self._start - num_blocks) >= 0:
             start = self._start
             if self._bytes.startswith(bytes(num_blocks), start):
-                left = min(room, spare)
-                self._start = start + num_blocks + left
-                self._num_outside_runs += left
+                num_room_blocks = min(room, num_spare_blocks)
+                self._start = start + num_blocks + num_room_blocks
+                self._num_outside_runs += num_room_blocks
                 return start
             # Another lease has grown into the front of the run.
             self._start = start + 1 + int(np.flatnonzero(self._states[start : start + num_blocks])[-1])
@@ -186,11 +186,11 @@ class BlockPool:
     def _switch_run(self, num_blocks: int, room: int) -> None:
         """Move to the longest known run. Scan first if it is too short and many free blocks are outside the runs."""
         self._save_current_run()
-        longest = self._lengths.argmax()
-        if self._lengths[longest] < num_blocks + room and self._num_outside_runs * 16 >= self.num_free:
+        longest_run = self._lengths.argmax()
+        if self._lengths[longest_run] < num_blocks + room and self._num_outside_runs * 16 >= self.num_free:
             self._set_known_runs(self._find_free())
-            longest = self._lengths.argmax()
-        self._use_run(int(longest))
+            longest_run = self._lengths.argmax()
+        self._use_run(int(longest_run))
         # The run may be the room of another lease, so a caller that requests room skips at most half of the rest.
         skipped = max(0, min(room, (self._end - self._start - num_blocks) // 2))
         self._start += skipped
@@ -204,12 +204,13 @@ class BlockPool:
         num_runs = int(np.searchsorted(ends, num_blocks)) + 1
         if num_runs <= order.size:
             num_used = self._lengths[order[:num_runs]]
-            num_used[-1] -= ends[num_runs - 1] - num_blocks
-            chosen = np.argsort(order[:num_runs])
-            runs, num_used = order[chosen], num_used[chosen]
-            firsts = self._starts[runs] - (np.cumsum(num_used) - num_used)
-            block_ids = np.repeat(firsts, num_used) + np.arange(num_blocks)
-            if not self._states[block_ids].any():
+            num_used[-1] -= ends[num_runs - 1] - num_blocks  # the shortest of these runs is used only in part
+            # Sort the runs by id, and join the ranges `[start, start + num_used)` of all of them.
+            by_id = np.argsort(order[:num_runs])
+            runs, num_used = order[by_id], num_used[by_id]
+            offsets = self._starts[runs] - (np.cumsum(num_used) - num_used)
+            block_ids = np.repeat(offsets, num_used) + np.arange(num_blocks)
+            if not self._states[block_ids].any():  # no other lease has grown into one of the runs
                 self._starts[runs] += num_used
                 self._lengths[runs] -= num_used
                 self._use_run(self._current)
@@ -251,7 +252,7 @@ class BlockPool:
         Raises:
             DoubleRelease: one of them is not leased.
         """
-        if not self._move(block_ids, _LEASED, _FREE):
+        if not self._change_states(block_ids, _LEASED, _FREE):
             raise DoubleRelease("block pool: a block was released that is not leased")
         self.num_free += block_ids.size
         self._num_outside_runs += block_ids.size
@@ -268,7 +269,7 @@ class BlockPool:
         Raises:
             InvariantViolation: one of them is not leased.
         """
-        if not self._move(block_ids, _LEASED, _PUBLISHED):
+        if not self._change_states(block_ids, _LEASED, _PUBLISHED):
             raise InvariantViolation("block pool: only a leased block can be published")
         self.num_published += block_ids.size
 
@@ -278,17 +279,17 @@ class BlockPool:
         Raises:
             InvariantViolation: one of them is not published.
         """
-        if not self._move(block_ids, _PUBLISHED, _LEASED):
+        if not self._change_states(block_ids, _PUBLISHED, _LEASED):
             raise InvariantViolation("block pool: only a published block can be unpublished")
         self.num_published -= block_ids.size
 
-    def _move(self, block_ids: BlockIds, before: int, after: int) -> bool:
-        """Change the state of all blocks if it is `before` for each. Returns whether it was."""
+    def _change_states(self, block_ids: BlockIds, old_state: int, new_state: int) -> bool:
+        """Change the state of all blocks if it is `old_state` for each. Returns whether it was."""
         # numpy converts an int32 index at each use, which is slow: 845 ids take 7 us, and 2.8 us with one conversion.
         index = block_ids.astype(np.intp)
-        if self._states[index].tobytes().count(before) != index.size:
+        if self._states[index].tobytes().count(old_state) != index.size:
             return False
-        self._states[index] = after
+        self._states[index] = new_state
         return True
 
     def check(self, leased: BlockIds, published: BlockIds) -> None:

@@ -4,7 +4,7 @@ Only `CacheService.Explain` and the profile of misses use this; a match never do
 
     prompt   a b c d e X Y Z        tree   root ── [abcd] ─┬─ [efgh] ─ [ijkl]     the branch is f g h i j k l
                                                            └─ [pqrs]              shares less, so it is not returned
-    left at        ──────┘ 5 tokens
+    diverges at    ──────┘ 5 tokens
 
 If the whole prompt is cached, and its last nodes were never found by a request after they were published, these nodes
 are the prompt's own. Then the place at which they diverge from the rest of the tree is returned, so that a prompt can
@@ -19,7 +19,7 @@ from itertools import islice
 from radixkv.api.explanation import CachedBranch, Divergence, NamedBranch
 from radixkv.cache.node import Node
 from radixkv.cache.radix_tree import RadixTree
-from radixkv.invocation import InvocationMarks, plain
+from radixkv.invocation import InvocationMarks, strip_marks
 from radixkv.tokens import TOKEN_BYTES, shared_bytes
 
 MAX_BRANCHES = 4
@@ -52,15 +52,15 @@ def find_divergence(tree: RadixTree, tokens: bytes, now_s: float, marks: Invocat
     """
     node, position, _, _ = tree.match(tokens)
     block_bytes = tree.owner.block_size * TOKEN_BYTES
-    own: Node | None = None
+    own_node: Node | None = None
     if node is None:
         parent, start = tree.root, position
     elif position == len(tokens):
         if node.num_uses:  # a request has found the end of this prompt, so nothing is wrong
             return Divergence(position // TOKEN_BYTES)
-        own = _first_own_node(node)
-        assert own.parent is not None
-        parent, start = own.parent, own.start_bytes
+        own_node = _first_own_node(node)
+        assert own_node.parent is not None
+        parent, start = own_node.parent, own_node.start_bytes
     elif position == node.start_bytes + len(node.tokens):
         parent, start = node, position
     else:
@@ -70,7 +70,7 @@ def find_divergence(tree: RadixTree, tokens: bytes, now_s: float, marks: Invocat
             branches, num_examined = _follow([node], position - start, now_s)
             return Divergence(position // TOKEN_BYTES, branches, num_examined + 1)
     first_block = tokens[start : start + block_bytes]
-    shared, siblings, num_siblings = _siblings(parent, first_block, own)
+    shared, siblings, num_siblings = _nearest_siblings(parent, first_block, own_node)
     if start + shared >= len(tokens):
         return Divergence(len(tokens) // TOKEN_BYTES, (), num_siblings)
     token = first_block[shared : shared + TOKEN_BYTES]
@@ -92,11 +92,11 @@ def branches_through(nodes: Iterable[Node], max_branches: int, now_s: float) -> 
     Complexity: O(depth), and at most 192 nodes below each node.
     """
     branches: list[NamedBranch] = []
-    known: set[Node] = set()
+    covered: set[Node] = set()
     for node in nodes:
         if len(branches) == max_branches:
             break
-        if node in known or node.parent is None:
+        if node in covered or node.parent is None:
             continue
         above: list[Node] = []
         upper: Node | None = node
@@ -104,7 +104,7 @@ def branches_through(nodes: Iterable[Node], max_branches: int, now_s: float) -> 
             above.append(upper)
             upper = upper.parent
         below, _ = _nodes_below(node, len(node.tokens))
-        known.update(above, below)
+        covered.update(above, below)
         runs = tuple(each.tokens for each in (*reversed(above), *below))
         session = (below or [node])[-1].session
         branch = CachedBranch(runs, 0, max(0.0, now_s - node.last_used_s))
@@ -114,8 +114,8 @@ def branches_through(nodes: Iterable[Node], max_branches: int, now_s: float) -> 
 
 def _differs_only_in_adapter(run: bytes, token: bytes, marks: InvocationMarks) -> bool:
     """Return whether a run begins with the same token as the prompt, but computed by another adapter."""
-    other = run[:TOKEN_BYTES]
-    return plain(other) == plain(token) and marks.digest_of(other) != marks.digest_of(token)
+    run_token = run[:TOKEN_BYTES]
+    return strip_marks(run_token) == strip_marks(token) and marks.digest_of(run_token) != marks.digest_of(token)
 
 
 def _first_own_node(node: Node) -> Node:
@@ -126,13 +126,13 @@ def _first_own_node(node: Node) -> Node:
     return node
 
 
-def _siblings(parent: Node, first_block: bytes, own: Node | None) -> tuple[int, list[Node], int]:
+def _nearest_siblings(parent: Node, first_block: bytes, own_node: Node | None) -> tuple[int, list[Node], int]:
     """Return the children that share the most bytes with a block, how many bytes, and how many children were compared.
 
     Args:
         parent: the node after which the block begins.
         first_block: tokens of the prompt, at most a block.
-        own: a child that is not considered; None for none.
+        own_node: a child that is not considered; None for none.
     """
     children = parent.children
     if children is None:
@@ -143,7 +143,7 @@ def _siblings(parent: Node, first_block: bytes, own: Node | None) -> tuple[int, 
     longest = 0
     nearest: list[Node] = []
     for child in compared.values():
-        if child is own:
+        if child is own_node:
             continue
         shared = shared_bytes(child.tokens[: len(first_block)], first_block, 0)
         if shared > longest:

@@ -55,7 +55,7 @@ class CacheState:
     evictor: Evictor
     clock: Callable[[], float]
 
-    def room(self, num_expected_tokens: int, num_blocks: int) -> int:
+    def num_room_blocks(self, num_expected_tokens: int, num_blocks: int) -> int:
         """Estimate how many blocks a lease of `num_blocks` will allocate later, including a copy of its last block."""
         num_expected_blocks = -(-num_expected_tokens // self.block_size)
         return num_expected_blocks + 1 - num_blocks if num_expected_blocks > num_blocks else 0

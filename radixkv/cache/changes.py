@@ -122,5 +122,7 @@ class Changes(Listener):
 
 def _overridden(listeners: tuple[Listener, ...], name: str) -> tuple[Callable[..., Any], ...]:
     """Return the method `name` of each listener whose class overrides it."""
-    ours = getattr(Listener, name)
-    return tuple(getattr(listener, name) for listener in listeners if getattr(type(listener), name) is not ours)
+    default_method = getattr(Listener, name)
+    return tuple(
+        getattr(listener, name) for listener in listeners if getattr(type(listener), name) is not default_method
+    )

@@ -33,7 +33,7 @@ class EvictedPrefixes(Listener):
         self._capacity = capacity
         self._marks = marks
         self._reasons: OrderedDict[int, MissReason] = OrderedDict()
-        self._by_others: set[int] = set()
+        self._evicted_for_others: set[int] = set()
         self._purged_adapters: set[str] = set()  # digests of adapters that are being purged
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class EvictedPrefixes(Listener):
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """Remember why a prefix was evicted, and forget the oldest one when full. Complexity: O(1)."""
-        self._note(fingerprint, reason)
+        self._remember(fingerprint, reason)
 
     def purged(self, node: Node) -> None:
         """Remember a node whose adapter is being purged. Complexity: O(1)."""
@@ -49,9 +49,9 @@ class EvictedPrefixes(Listener):
             node.owner.namespace.adapter,
             self._marks.digest_of(node.tokens),
         }:
-            self._note(node.fingerprint, MissReason.ADAPTER_CHANGED)
+            self._remember(node.fingerprint, MissReason.ADAPTER_CHANGED)
 
-    def remembering(self, adapter: str, slices: Generator[None, None, _T]) -> Generator[None, None, _T]:
+    def remember_purged(self, adapter: str, slices: Generator[None, None, _T]) -> Generator[None, None, _T]:
         """Run the slices of a purge, and remember the nodes of an adapter, given by its digest, that they purge."""
         self._purged_adapters.add(adapter)
         try:
@@ -63,14 +63,14 @@ class EvictedPrefixes(Listener):
         """Return why the prefix with this fingerprint was evicted; None if unknown. Complexity: O(1)."""
         return self._reasons.get(fingerprint)
 
-    def note_others(self, fingerprint: int) -> None:
+    def record_eviction_for_others(self, fingerprint: int) -> None:
         """Record that a prefix, which was evicted just now, was evicted for another tenant. Complexity: O(1)."""
         if fingerprint in self._reasons:
-            self._by_others.add(fingerprint)
+            self._evicted_for_others.add(fingerprint)
 
     def is_by_self(self, fingerprint: int) -> bool | None:
         """Return whether a prefix was evicted for its own tenant; None if unknown. Complexity: O(1)."""
-        return fingerprint not in self._by_others if fingerprint in self._reasons else None
+        return fingerprint not in self._evicted_for_others if fingerprint in self._reasons else None
 
     def explain(
         self,
@@ -100,9 +100,9 @@ class EvictedPrefixes(Listener):
                 return MissReason.ADAPTER_CHANGED
         return MissReason.DIVERGED if cached_tokens > root_tokens else MissReason.COLD
 
-    def _note(self, fingerprint: int, reason: MissReason) -> None:
+    def _remember(self, fingerprint: int, reason: MissReason) -> None:
         self._reasons[fingerprint] = reason
         self._reasons.move_to_end(fingerprint)
-        self._by_others.discard(fingerprint)
+        self._evicted_for_others.discard(fingerprint)
         if len(self._reasons) > self._capacity:
-            self._by_others.discard(self._reasons.popitem(last=False)[0])
+            self._evicted_for_others.discard(self._reasons.popitem(last=False)[0])

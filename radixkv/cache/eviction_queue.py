@@ -27,12 +27,12 @@ from radixkv.tokens import TOKEN_BYTES
 Entry = tuple[int, Any, int, int, Node]
 """Rank (mostly the priority), the policy's key, arrival, kind and node of a leaf; arrivals are distinct."""
 
-# The newest leaf of a kind is evicted instead of the oldest leaf of a kind only if the oldest is worth more than this
-# factor times as much. Evicting the newest leaf keeps a part of a cyclic access pattern that is larger than the cache.
-# The factor prevents random differences from evicting what was just used.
+# The newest leaf of a kind is evicted instead of the oldest leaf of a kind only if the oldest one is worth more than
+# this factor times as much as the newest one. Evicting the newest leaf keeps a part of a cyclic access pattern that is
+# larger than the cache. The factor prevents random differences from evicting what was just used.
 _NEWEST_FACTOR = 1.3
-# Seconds for which the order of kinds is kept: their leaves hardly age in that time.
-_RANKED_FOR_S = 0.1
+# Seconds for which the first entries of all kinds are kept: leaves hardly age in that time.
+_FIRST_ENTRIES_VALID_S = 0.1
 
 _NOTHING = Awaits.NOTHING  # a member of an enumeration is looked up slowly
 
@@ -106,7 +106,7 @@ class EvictionQueue(Listener):
             return
         if self.is_on_probation(leaf):
             self._on_probation.add(leaf)
-            self._count(leaf, leaf.num_blocks)
+            self._count_probation(leaf, leaf.num_blocks)
         else:
             self._reused.add(leaf)
 
@@ -116,7 +116,7 @@ class EvictionQueue(Listener):
             return
         if leaf.num_probation_blocks:
             self._on_probation.remove(leaf)
-            self._count(leaf, -leaf.num_probation_blocks)
+            self._count_probation(leaf, -leaf.num_probation_blocks)
         else:
             self._reused.remove(leaf)
 
@@ -131,9 +131,10 @@ class EvictionQueue(Listener):
         reused = self._reused.first(protected, now_s)
         if not self.has_probation:
             return None if reused is None else reused[-1]
-        num_blocks = self.num_probation_blocks - sum(self._tenants[each].num_probation_blocks for each in protected)
+        num_unprotected_blocks = self.num_probation_blocks
+        num_unprotected_blocks -= sum(self._tenants[each].num_probation_blocks for each in protected)
         on_probation = self._on_probation.first(protected, now_s)
-        return _first(on_probation, reused, is_over=num_blocks > self._max_probation_blocks)
+        return _first_leaf(on_probation, reused, is_over=num_unprotected_blocks > self._max_probation_blocks)
 
     def first_of(self, tenant: str, now_s: float) -> Node | None:
         """Return the next leaf to evict of a tenant with a ceiling; None if the tenant has no unused leaf."""
@@ -141,7 +142,7 @@ class EvictionQueue(Listener):
         max_blocks = self._probation_share * (usage.quota.ceiling_blocks or 0)
         is_over = usage.num_probation_blocks > max_blocks
         on_probation, reused = self._on_probation.first_of(tenant, now_s), self._reused.first_of(tenant, now_s)
-        return _first(on_probation, reused, is_over=is_over)
+        return _first_leaf(on_probation, reused, is_over=is_over)
 
     def is_on_probation(self, node: Node) -> bool:
         """Return whether no other request has found a block of a node yet."""
@@ -172,24 +173,24 @@ class EvictionQueue(Listener):
 
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
         """Count the new blocks of a leaf on probation."""
-        self._recount(leaf)
+        self._recount_probation(leaf)
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
         """End the probation of the upper half."""
-        self._divide(lower)
+        self._divide_reused_blocks(lower)
         assert lower.parent is not None
         lower.parent.num_reused_blocks = lower.parent.num_blocks
         self._requeue_half(lower)
 
     def cut(self, lower: Node) -> None:
         """Divide the count of reused blocks between both halves."""
-        self._divide(lower)
+        self._divide_reused_blocks(lower)
         self._requeue_half(lower)
 
     def joined(self, uppers: list[Node], lower: Node) -> None:
         """Add up the counts of reused blocks."""
         lower.num_reused_blocks += sum(upper.num_reused_blocks for upper in uppers)
-        self._recount(lower)
+        self._recount_probation(lower)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """Count evicted blocks, and remember a leaf that is evicted as a whole, which is discarded afterwards."""
@@ -203,9 +204,9 @@ class EvictionQueue(Listener):
         if leaf.num_probation_blocks:
             self.num_evicted_probation_blocks += num_blocks
             if num_blocks < leaf.num_blocks:
-                self._count(leaf, -num_blocks)
+                self._count_probation(leaf, -num_blocks)
 
-    def _divide(self, lower: Node) -> None:
+    def _divide_reused_blocks(self, lower: Node) -> None:
         upper = lower.parent
         assert upper is not None
         upper.num_reused_blocks = min(lower.num_reused_blocks, upper.num_blocks)
@@ -213,25 +214,26 @@ class EvictionQueue(Listener):
 
     def _requeue_half(self, lower: Node) -> None:
         """Count the lower half of a leaf that was split, which may be on probation now, or no longer."""
-        self._recount(lower)
+        self._recount_probation(lower)
         if (lower.num_probation_blocks > 0) is not self.is_on_probation(lower):
             self.requeue(lower)
 
-    def _recount(self, leaf: Node) -> None:
+    def _recount_probation(self, leaf: Node) -> None:
         if leaf.num_probation_blocks:
-            self._count(leaf, leaf.num_blocks - leaf.num_probation_blocks)
+            self._count_probation(leaf, leaf.num_blocks - leaf.num_probation_blocks)
 
-    def _count(self, leaf: Node, num_blocks: int) -> None:
+    def _count_probation(self, leaf: Node, num_blocks: int) -> None:
         leaf.num_probation_blocks += num_blocks
         leaf.owner.usage.num_probation_blocks += num_blocks
         self.num_probation_blocks += num_blocks
 
 
-def _first(on_probation: Entry | None, reused: Entry | None, *, is_over: bool) -> Node | None:
+def _first_leaf(on_probation: Entry | None, reused: Entry | None, *, is_over: bool) -> Node | None:
     if on_probation is None or reused is None:
         entry = on_probation or reused
         return None if entry is None else entry[-1]
-    if is_over and on_probation[0] <= reused[0]:  # the priorities
+    on_probation_priority, reused_priority = on_probation[0], reused[0]
+    if is_over and on_probation_priority <= reused_priority:
         return on_probation[-1]
     return min(on_probation, reused)[-1]
 
@@ -304,7 +306,7 @@ class TenantEvictionQueues:
 class LeafQueue:
     """Leaves sorted by priority, and then by the policy's key, in one list for each kind.
 
-    The order of kinds is kept for a tenth of a second, in which their leaves hardly age.
+    The first entry of each kind is kept for a tenth of a second, in which leaves hardly age.
 
     Complexity: O(log n) to add and to remove; O(kinds) to find the first.
     """
@@ -312,8 +314,8 @@ class LeafQueue:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._by_kind: dict[int, SortedList] = {} if policy.has_kinds else {0: SortedList()}
-        self._ranked: dict[int, Entry] = {}  # the first entry of each kind; a kind that has changed is missing
-        self._ranked_s = 0.0
+        self._first_entries: dict[int, Entry] = {}  # by kind; kinds that changed since `_first_entries_s` are missing
+        self._first_entries_s = 0.0
         self._num_leaves = 0
 
     def __len__(self) -> int:
@@ -321,23 +323,25 @@ class LeafQueue:
 
     def add(self, entry: Entry) -> None:
         """Add the entry of a leaf."""
-        entries = self._by_kind.get(entry[3])
+        kind = entry[3]
+        entries = self._by_kind.get(kind)
         if entries is None:
-            entries = self._by_kind[entry[3]] = SortedList()
+            entries = self._by_kind[kind] = SortedList()
         entries.add(entry)
         self._num_leaves += 1
         if self._policy.has_kinds:
-            self._ranked.pop(entry[3], None)
+            self._first_entries.pop(kind, None)
 
     def remove(self, entry: Entry) -> None:
         """Remove an entry that is in this queue."""
-        entries = self._by_kind[entry[3]]
+        kind = entry[3]
+        entries = self._by_kind[kind]
         entries.remove(entry)
         self._num_leaves -= 1
         if self._policy.has_kinds:
-            self._ranked.pop(entry[3], None)
+            self._first_entries.pop(kind, None)
             if not entries:
-                del self._by_kind[entry[3]]
+                del self._by_kind[kind]
 
     def first(self, now_s: float) -> Entry | None:
         """Return the entry of the leaf to evict next; None if there is no leaf.
@@ -346,15 +350,15 @@ class LeafQueue:
         """
         if not self._policy.has_kinds:
             return self._by_kind[0][0] if self._num_leaves else None
-        ranked = self._ranked
-        if not self._ranked_s <= now_s < self._ranked_s + _RANKED_FOR_S:
-            self._ranked_s = now_s
-            ranked.clear()
-        if len(ranked) < len(self._by_kind):
+        first_entries = self._first_entries
+        if not self._first_entries_s <= now_s < self._first_entries_s + _FIRST_ENTRIES_VALID_S:
+            self._first_entries_s = now_s
+            first_entries.clear()
+        if len(first_entries) < len(self._by_kind):
             for kind, entries in self._by_kind.items():
-                if kind not in ranked:
-                    ranked[kind] = self._first_of_kind(kind, entries, now_s)
-        return min(ranked.values()) if ranked else None
+                if kind not in first_entries:
+                    first_entries[kind] = self._first_of_kind(kind, entries, now_s)
+        return min(first_entries.values()) if first_entries else None
 
     def _first_of_kind(self, kind: int, entries: SortedList, now_s: float) -> Entry:
         """Return the oldest leaf of a kind, or the newest one if that is worth less."""

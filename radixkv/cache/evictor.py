@@ -92,15 +92,15 @@ class Evictor:
 
         Complexity: O(tenants with a quota).
         """
-        num_available = self._num_available_blocks
-        takeable = num_available - num_headroom_blocks
+        num_available_blocks = self._num_available_blocks
+        num_takeable = num_available_blocks - num_headroom_blocks
         if self._tenants.with_quota:
-            takeable = min(takeable, num_available - self._tenants.num_blocks_kept_from(tenant))
-        if (to_ceiling := usage.num_blocks_to_ceiling) is not None:
-            takeable = min(takeable, to_ceiling)
-        return takeable
+            num_takeable = min(num_takeable, num_available_blocks - self._tenants.num_blocks_kept_from(tenant))
+        if (num_to_ceiling := usage.num_blocks_to_ceiling) is not None:
+            num_takeable = min(num_takeable, num_to_ceiling)
+        return num_takeable
 
-    def shortage(
+    def shortage_error(
         self, num_missing_blocks: int, tenant: str, usage: TenantUsage, num_headroom_blocks: int = 0
     ) -> CapacityError:
         """Return the error for a tenant for which `num_missing_blocks` blocks are missing.
@@ -108,10 +108,10 @@ class Evictor:
         If other tenants have them, the message contains neither `num_missing_blocks` nor another count from which a
         tenant could tell how many blocks others use. Statistics and metrics have the counts for operators.
         """
-        to_ceiling = usage.num_blocks_to_ceiling
-        num_kept_blocks = self._tenants.num_blocks_kept_from(tenant)
-        to_others = max(num_kept_blocks, num_headroom_blocks)
-        if to_ceiling is not None and to_ceiling < self._num_available_blocks - to_others:
+        num_to_ceiling = usage.num_blocks_to_ceiling
+        num_protected_blocks = self._tenants.num_blocks_kept_from(tenant)
+        num_for_others = max(num_protected_blocks, num_headroom_blocks)
+        if num_to_ceiling is not None and num_to_ceiling < self._num_available_blocks - num_for_others:
             return QuotaExceeded(
                 f"blocks: expected {num_missing_blocks} more, got a ceiling of {usage.quota.ceiling_blocks} for this "
                 f"tenant, of which leases hold {usage.num_leased_blocks + usage.num_pinned_blocks}"
@@ -132,9 +132,9 @@ class Evictor:
         ceiling = usage.quota.ceiling_blocks
         if ceiling is not None:
             self.expire()
-            over = usage.num_cached_blocks + usage.num_leased_blocks + num_blocks - ceiling
+            num_excess_blocks = usage.num_cached_blocks + usage.num_leased_blocks + num_blocks - ceiling
             now_s = self._clock()
-            self._evict(over, lambda: self._queue.first_of(tenant, now_s), tenant)
+            self._evict(num_excess_blocks, lambda: self._queue.first_of(tenant, now_s), tenant)
         if self._windows.shares_memory:
             self._make_room_with_parts(num_blocks, windows, tenant)
         elif num_blocks > self._pool.num_free:
@@ -148,15 +148,15 @@ class Evictor:
         windows, pool = self._windows, self._pool
         self._queue.resize(pool.num_blocks - pool.num_withheld)
         while True:
-            num_kept_blocks = num_blocks + windows.num_unreserved_blocks(window_leases)
-            num_missing_blocks = num_kept_blocks - pool.num_free
-            num_lacking_blocks = windows.num_lacking_blocks(num_blocks, pool.num_free - num_kept_blocks)
+            num_needed_blocks = num_blocks + windows.num_unreserved_blocks(window_leases)
+            num_missing_blocks = num_needed_blocks - pool.num_free
+            num_lacking_blocks = windows.num_lacking_blocks(num_blocks, pool.num_free - num_needed_blocks)
             if num_missing_blocks <= 0 and num_lacking_blocks <= 0:
                 return
             if windows.has_excess and windows.evict_part(only_excess=True):
                 continue
-            num_evicted = windows.num_blocks_to_evict(max(num_missing_blocks, num_lacking_blocks))
-            if self.evict(num_evicted, tenant, with_dead_ends=True):
+            num_to_evict = windows.num_blocks_to_evict(max(num_missing_blocks, num_lacking_blocks))
+            if self.evict(num_to_evict, tenant, with_dead_ends=True):
                 continue
             if num_missing_blocks <= 0 or not windows.evict_part(only_excess=False):
                 return
@@ -215,7 +215,7 @@ class Evictor:
         with_dead_ends: bool = False,
     ) -> int:
         num_freed = 0
-        runs: list[bytes] = []
+        taken: list[bytes] = []  # packed block ids
         while num_freed < num_blocks and (leaf := next_leaf()) is not None:
             usage = leaf.owner.usage
             num_needed = num_blocks - num_freed
@@ -227,17 +227,17 @@ class Evictor:
                 num_taken = self._num_blocks_with_dead_end(leaf, num_taken)
                 if leaf.owner.namespace.tenant != tenant:
                     num_taken = min(num_taken, usage.num_blocks_for_others)
-            runs.append(self._take(leaf, num_taken, by_self=leaf.owner.namespace.tenant == tenant))
+            taken.append(self._take(leaf, num_taken, by_self=leaf.owner.namespace.tenant == tenant))
             if num_needed >= num_offered_blocks:
                 self._queue.requeue(leaf)
-            num_freed += len(runs[-1]) // BLOCK_ID_BYTES
-        self._free(runs)
+            num_freed += len(taken[-1]) // BLOCK_ID_BYTES
+        self._free(taken)
         return num_freed
 
-    def _free(self, runs: list[bytes]) -> None:
-        """Free blocks that were taken from leaves. Call it once for many leaves: it takes as long as two of `_take`."""
-        if runs:
-            block_ids = np.frombuffer(b"".join(runs), dtype=np.int32)
+    def _free(self, taken: list[bytes]) -> None:
+        """Free blocks that were taken from leaves. Call it once for many leaves: it takes as long as `_take` twice."""
+        if taken:
+            block_ids = np.frombuffer(b"".join(taken), dtype=np.int32)
             self._pool.unpublish(block_ids)
             self._pool.release(block_ids)
 
@@ -267,7 +267,7 @@ class Evictor:
         reason = MissReason.EXPIRED if leaf.has_expired else MissReason.EVICTED
         self._changes.evicted(leaf, num_blocks, fingerprint, reason, self._clock())
         if not by_self:
-            self._evicted.note_others(fingerprint)
+            self._evicted.record_eviction_for_others(fingerprint)
         if num_kept_blocks == 0:
             self._remove(tree, leaf)
             return leaf.block_ids
@@ -300,10 +300,10 @@ class Evictor:
 
         Complexity: O(max_nodes * log leaves + children of the nodes on the way).
         """
-        runs: list[bytes] = []
+        taken: list[bytes] = []
         top = top or tree.root
         stack = [(top, _children_of(top))]
-        while stack and len(runs) < max_nodes:
+        while stack and len(taken) < max_nodes:
             node, children = stack[-1]
             child = next(children, None)
             if child is not None:
@@ -311,9 +311,9 @@ class Evictor:
                 continue
             stack.pop()
             if node.is_evictable:
-                runs.append(self._take(node, node.num_blocks, by_self=True) if evicts else self._purge(tree, node))
-        self._free(runs)
-        return len(runs), sum(map(len, runs)) // BLOCK_ID_BYTES
+                taken.append(self._take(node, node.num_blocks, by_self=True) if evicts else self._purge(tree, node))
+        self._free(taken)
+        return len(taken), sum(map(len, taken)) // BLOCK_ID_BYTES
 
     def purge_end(self, leaf: Node, num_kept_blocks: int) -> int:
         """Remove all but the first `num_kept_blocks` blocks of an unused leaf. Returns the number of freed blocks.
@@ -348,7 +348,7 @@ class Evictor:
         nodes = list(tree.nodes())
         for node in nodes:
             self._changes.purged(node)
-            self._pins.count(node, -node.num_blocks)
+            self._pins.count_pinned(node, -node.num_blocks)
             self._pool.unpublish(np.frombuffer(node.block_ids, dtype=np.int32))
             node.retired_block_ids += node.block_ids
             num_blocks += node.num_blocks
@@ -372,11 +372,13 @@ def _leaves_off_path(end: Node) -> Iterator[Node]:
     """
     below, node = end, end.parent
     while node is not None and node.parent is not None and node.children is not None:
-        for leaf in islice(node.children.values(), _MAX_EXAMINED):
-            if leaf is not below:
-                for _ in range(_MAX_EXAMINED):
-                    if leaf.children:
-                        leaf = next(iter(leaf.children.values()))
-                if leaf.is_evictable and leaf.priority <= DEFAULT_PRIORITY:
-                    yield leaf
+        for child in islice(node.children.values(), _MAX_EXAMINED):
+            if child is below:
+                continue
+            leaf = child
+            for _ in range(_MAX_EXAMINED):
+                if leaf.children:
+                    leaf = next(iter(leaf.children.values()))
+            if leaf.is_evictable and leaf.priority <= DEFAULT_PRIORITY:
+                yield leaf
         below, node = node, node.parent

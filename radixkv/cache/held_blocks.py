@@ -77,8 +77,8 @@ class HeldBlocks(Listener):
         for node, num_shared_blocks, num_blocks in paths:
             num_more_blocks += num_blocks - num_shared_blocks
             while node is not None and node.parent is not None and node.held_ref_count == 0:
-                first = node.start_bytes // (node.owner.block_size * TOKEN_BYTES)
-                num_blocks_here = max(0, min(node.num_blocks, num_shared_blocks - first))
+                num_blocks_before = node.start_bytes // (node.owner.block_size * TOKEN_BYTES)
+                num_blocks_here = max(0, min(node.num_blocks, num_shared_blocks - num_blocks_before))
                 if num_blocks_of.get(node, -1) >= num_blocks_here:
                     break  # its ancestors were counted together with it
                 num_blocks_of[node] = num_blocks_here
@@ -104,8 +104,8 @@ class HeldBlocks(Listener):
                 )
             return
         usage = self._tenants[tenant]
-        own = usage.quota.max_held_blocks
-        max_blocks = self.max_blocks // 2 if own is None else own
+        tenant_max_blocks = usage.quota.max_held_blocks
+        max_blocks = self.max_blocks // 2 if tenant_max_blocks is None else tenant_max_blocks
         if usage.num_held_blocks + num_more_blocks > max_blocks:
             raise QuotaExceeded(
                 f"hold_lease: expected at most {max_blocks} blocks in held leases of this tenant, got "

@@ -245,15 +245,15 @@ class Lease:
                 self.written_from_tokens = insertion.known_bytes // TOKEN_BYTES
             self._publish(self.block_ids[insertion.num_known_blocks : num_blocks], insertion)
             self.num_published_blocks = num_blocks
-        before = self.node
+        previous_node = self.node
         self.node = insertion.node
         self.copy = None
         state.pins.pin(insertion.node)
-        if before is not None:
-            state.pins.unpin(before)
-            if insertion.split is before:
-                before.last_used_s = self.node_used_s  # this lease used only the upper half
-                state.queue.requeue(before)
+        if previous_node is not None:
+            state.pins.unpin(previous_node)
+            if insertion.split is previous_node:
+                previous_node.last_used_s = self.node_used_s  # this lease used only the upper half
+                state.queue.requeue(previous_node)
         state.sessions.record_use(insertion.node, self.session)
         known_tokens = max(self.committed_tokens, insertion.known_bytes // TOKEN_BYTES)
         self.committed_tokens = end
@@ -269,13 +269,13 @@ class Lease:
             node = node.parent
         return node
 
-    def _adopt(self, known: BlockIds) -> None:
+    def _adopt(self, published_block_ids: BlockIds) -> None:
         """Replace the lease's own copies by blocks that were published first."""
-        differing = np.flatnonzero(self.block_ids[: known.size] != known)
-        self._state.windows.exchange(self.windows, self.block_ids[differing], known[differing])
+        differing = np.flatnonzero(self.block_ids[: published_block_ids.size] != published_block_ids)
+        self._state.windows.exchange(self.windows, self.block_ids[differing], published_block_ids[differing])
         self._state.pool.release(self.block_ids[differing])
         self.usage.take(-differing.size)
-        self.block_ids[differing] = known[differing]
+        self.block_ids[differing] = published_block_ids[differing]
 
     def _publish(self, block_ids: BlockIds, insertion: Insertion) -> None:
         """Transfer blocks to the tree, release the block that they replace, and notify the listeners."""
@@ -292,7 +292,7 @@ class Lease:
             state.pool.unpublish(replaced)
         if node.ref_count:  # the leases that use this leaf may also use the replaced block
             node.retired_block_ids += insertion.replaced_block_ids
-            state.pins.count(node, num_more_blocks)
+            state.pins.count_pinned(node, num_more_blocks)
         elif replaced.size:
             state.pool.release(replaced)
             usage.take(-1)
@@ -305,7 +305,7 @@ class Lease:
         if node.held_ref_count and num_more_blocks:
             state.held.end_after(node, num_old_blocks)
             if node.ref_count == 0:
-                state.pins.count(node, -node.num_blocks)
+                state.pins.count_pinned(node, -node.num_blocks)
             num_old_blocks = 0  # all blocks of the leaf are new
         if node.priority != DEFAULT_PRIORITY or node.has_expired:
             state.retained.end_after(node, num_old_blocks)
@@ -330,21 +330,21 @@ class Lease:
             return
         if num_tokens <= self.num_tokens and -(-num_tokens // block_size) <= self.block_ids.size:
             return
-        kept = self.block_ids
+        kept_block_ids = self.block_ids
         # If the last block belongs to the tree, new tokens are written into a copy of it.
-        last = self.num_tokens // block_size
-        replaces_last = self.num_published_blocks > last
+        last_index = self.num_tokens // block_size
+        replaces_last = self.num_published_blocks > last_index
         if replaces_last:
-            kept = np.delete(kept, last)
-        num_new_blocks = max(0, -(-num_tokens // block_size) - kept.size)
+            kept_block_ids = np.delete(kept_block_ids, last_index)
+        num_new_blocks = max(0, -(-num_tokens // block_size) - kept_block_ids.size)
         if not num_new_blocks and not replaces_last:
             return
         self._require_takeable(num_new_blocks)
         after = int(self.block_ids[-1]) if self.block_ids.size else None
-        room = self._state.room(self.num_expected_tokens, kept.size + num_new_blocks)
-        block_ids = np.concatenate((kept, self._take(num_new_blocks, after, room)))
+        room = self._state.num_room_blocks(self.num_expected_tokens, kept_block_ids.size + num_new_blocks)
+        block_ids = np.concatenate((kept_block_ids, self._take(num_new_blocks, after, room)))
         if replaces_last:
-            self.copy = BlockCopy(int(self.block_ids[last]), int(block_ids[last]))
+            self.copy = BlockCopy(int(self.block_ids[last_index]), int(block_ids[last_index]))
             self.num_published_blocks -= 1
         self.block_ids = block_ids
 
@@ -352,7 +352,7 @@ class Lease:
         evictor, tenant = self._state.evictor, self.namespace.tenant
         num_missing_blocks = num_blocks - evictor.num_takeable_blocks(tenant, self.usage)
         if num_missing_blocks > 0:
-            raise evictor.shortage(num_missing_blocks, tenant, self.usage)
+            raise evictor.shortage_error(num_missing_blocks, tenant, self.usage)
 
     def _take(self, num_blocks: int, after: int | None = None, room: int = 0) -> BlockIds:
         """Take blocks from the pool, evicting if needed."""
@@ -372,8 +372,8 @@ class Lease:
             LeaseClosed: the lease is closed.
         """
         self._require_open()
-        self.block_ids, last = np.split(self.block_ids, [-num_blocks])
-        self._release(last)
+        self.block_ids, last_block_ids = np.split(self.block_ids, [-num_blocks])
+        self._release(last_block_ids)
 
     def extend(self, tokens: bytes) -> None:
         """Append tokens to the prompt, and allocate the blocks they need. A call that raises has changed nothing.
@@ -446,7 +446,7 @@ class Lease:
         self._require_open()
         if self.is_private or self._private_block_ids is not None:
             raise InvariantViolation("lease: a lease with private blocks cannot be held")
-        self._end_path()
+        self._shorten_path()
         for window in self.windows:
             window.keep()
         self.is_held = True
@@ -456,7 +456,7 @@ class Lease:
         self.num_published_blocks = 0
         self._state.held.hold(self)
 
-    def _end_path(self) -> None:
+    def _shorten_path(self) -> None:
         """Pin no more than the shared blocks that this lease uses: split the node in which they end.
 
         Blocks that were replaced in that node move to the upper half, since this lease may use them.
@@ -582,7 +582,8 @@ class OpenLeases:
 
         Complexity: O(leases revoked); with None for adapter or salt also O(namespaces of the tenant with open leases).
         """
-        for each in self._by_tenant if tenant is None else (tenant,):
+        tenants = self._by_tenant if tenant is None else (tenant,)
+        for each in tenants:
             if each != PUBLIC_TENANT:
                 _revoke(self._by_tenant.get(each, {}), adapter, salt)
 

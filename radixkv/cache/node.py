@@ -18,7 +18,7 @@ from radixkv.tokens import shared_bytes
 
 _V = TypeVar("_V")
 
-_MAX_SCANNED = 4  # most nodes have two children; even an empty sorted list costs 2 us and 800 bytes
+_MAX_SCANNED_KEYS = 4  # most nodes have two children, and even an empty sorted list costs 2 us and 800 bytes
 
 
 class ChildTable(dict[bytes, _V], Generic[_V]):
@@ -43,7 +43,7 @@ class ChildTable(dict[bytes, _V], Generic[_V]):
         if self._order is not None and first_block not in self:
             self._order.add(first_block)
         dict.__setitem__(self, first_block, child)
-        if self._order is None and len(self) > _MAX_SCANNED:
+        if self._order is None and len(self) > _MAX_SCANNED_KEYS:
             self._order = _SortedKeys(self)
 
     def __delitem__(self, first_block: bytes) -> None:
@@ -60,12 +60,12 @@ class ChildTable(dict[bytes, _V], Generic[_V]):
         Complexity: O(log n).
         """
         keys = self if self._order is None else self._order.neighbors(first_block)
-        nearest, max_shared = b"", -1
+        nearest_key, max_shared_bytes = b"", -1
         for key in keys:
-            shared = shared_bytes(key, first_block, 0)
-            if shared > max_shared:
-                nearest, max_shared = key, shared
-        return self[nearest], max_shared
+            num_shared_bytes = shared_bytes(key, first_block, 0)
+            if num_shared_bytes > max_shared_bytes:
+                nearest_key, max_shared_bytes = key, num_shared_bytes
+        return self[nearest_key], max_shared_bytes
 
     def neighbors(self, first_block: bytes) -> list[bytes]:
         """Return the keys next to `first_block` in sorted order, other than itself; all other keys if these are few.
@@ -95,14 +95,14 @@ class _SortedKeys(SortedList):  # type: ignore[misc]  # has no annotations
     def neighbors(self, key: bytes) -> tuple[bytes, bytes]:
         """Return the greatest key below `key` and the smallest key not below it; at either end the same key twice."""
         lists: list[list[bytes]] = self._lists
-        place = bisect_left(self._maxes, key)
-        if place == len(lists):
+        list_index = bisect_left(self._maxes, key)
+        if list_index == len(lists):
             return lists[-1][-1], lists[-1][-1]
-        keys = lists[place]
+        keys = lists[list_index]
         index = bisect_left(keys, key)
         if index:
             return keys[index - 1], keys[index]
-        return lists[place - 1][-1] if place else keys[0], keys[0]
+        return lists[list_index - 1][-1] if list_index else keys[0], keys[0]
 
 
 NO_PLACE = -1

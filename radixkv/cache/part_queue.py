@@ -9,7 +9,9 @@ import numpy as np
 
 from radixkv.blocks import BlockIds
 
+# Level 5 is the middle of a prompt, level 4 its odd quarters, and so on to level 1, its odd 32nds; level 0 is the rest.
 _NUM_LEVELS = 6
+# In place of a level: parts where a request or a hit ended, and blocks that are not in the queue.
 _ENDED = _NUM_LEVELS
 _OUTSIDE = -1
 
@@ -42,10 +44,10 @@ class PartQueue:
     def __init__(self, num_blocks: int, window_blocks: int) -> None:
         self._window_blocks = window_blocks
         self._level_of = np.full(num_blocks, _OUTSIDE, dtype=np.int8)
-        self._used = np.zeros(num_blocks, dtype=np.int64)  # by block: when a prompt with this block was last used
+        self._used_at = np.zeros(num_blocks, dtype=np.int64)  # by block: when a prompt with this block was last used
         self._levels: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(_NUM_LEVELS)]  # when queued, by block
         self._ended: OrderedDict[int, None] = OrderedDict()
-        self._now = 0  # passed parts that were added so far
+        self._now = 0  # the time of this queue: the number of passed parts that were added so far
 
     def __len__(self) -> int:
         return self.num_passed + len(self._ended)
@@ -92,18 +94,18 @@ class PartQueue:
 
     def touch(self, block_ids: BlockIds) -> None:
         """Record a use of a prompt with these blocks, whether or not it needed their parts."""
-        self._used[block_ids] = self._now
+        self._used_at[block_ids] = self._now
 
     def pop(self) -> int | None:
         """Remove the part that is evicted next. Returns its block; None if there is none."""
         oldest, greatest_age = None, -1.0
         for level, queued in enumerate(self._levels):
             self._requeue_used(queued)
-            for block_id, since in queued.items():
-                age = (self._now - since) / 2**level
+            for block_id, queued_at in queued.items():
+                age = (self._now - queued_at) / 2**level
                 if age > greatest_age:
                     oldest, greatest_age = block_id, age
-                break
+                break  # the first part of a level is its oldest
         if oldest is None:
             oldest = next(iter(self._ended), None)
         if oldest is not None:
@@ -118,20 +120,20 @@ class PartQueue:
     def _requeue_used(self, queued: OrderedDict[int, int]) -> None:
         """Move parts at the front of a level to its end if they were used recently. Complexity: O(1), amortized."""
         while queued:
-            block_id, since = next(iter(queued.items()))
-            used = int(self._used[block_id])
-            if used <= since:
+            block_id, queued_at = next(iter(queued.items()))
+            used_at = int(self._used_at[block_id])
+            if used_at <= queued_at:
                 return
-            queued[block_id] = used
+            queued[block_id] = used_at
             queued.move_to_end(block_id)
 
 
 def _level(window: int, num_windows: int) -> int:
     """Return the level of a window. The window that ends in the middle of the prompt has the highest level."""
-    end = window + 1
+    end_window = window + 1
     for level in range(_NUM_LEVELS - 1, 0, -1):
         num_pieces = 2 ** (_NUM_LEVELS - level)
-        piece = -(-end * num_pieces // max(1, num_windows))
-        if piece < num_pieces and piece * num_windows // num_pieces == end:
+        piece = -(-end_window * num_pieces // max(1, num_windows))
+        if piece < num_pieces and piece * num_windows // num_pieces == end_window:
             return level
     return 0

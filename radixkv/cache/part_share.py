@@ -15,7 +15,9 @@ from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 # what prompts reuse then.
 _FIRST_SHARE = 0.85
 # An eviction is remembered until blocks that take this share of the memory have been evicted after it.
-_SHADOW = 1 / 4
+_SHADOW_SHARE = 1 / 4
+# How much more a token counts that misses its window than one whose block was evicted, after both are divided by the
+# memory that would have avoided the miss. The result is bounded, because passed parts may take very little memory.
 _PART_WEIGHT = 1.5
 _MAX_WEIGHT = 8.0
 
@@ -49,7 +51,7 @@ class PartShare(Listener):
         self._capacity_tokens = self._num_bytes // both_bytes * block_size
         self._max_share = memory.part_bytes / both_bytes
         self._share = _FIRST_SHARE * self._max_share
-        self._num_shadow_blocks = int(_SHADOW * num_blocks)
+        self._num_shadow_blocks = int(_SHADOW_SHARE * num_blocks)
         self._num_evicted_blocks = 0
         # By fingerprint: the blocks of an eviction, and the number of all blocks evicted until then.
         self._evicted: OrderedDict[int, tuple[int, int]] = OrderedDict()
@@ -64,8 +66,8 @@ class PartShare(Listener):
         self._num_evicted_blocks += num_blocks
         self._evicted[fingerprint] = num_blocks, self._num_evicted_blocks
         self._evicted.move_to_end(fingerprint)
-        oldest = self._num_evicted_blocks - self._num_shadow_blocks
-        while self._evicted and next(iter(self._evicted.values()))[1] < oldest:
+        oldest_kept = self._num_evicted_blocks - self._num_shadow_blocks
+        while self._evicted and next(iter(self._evicted.values()))[1] < oldest_kept:
             self._evicted.popitem(last=False)
 
     def record_missed_parts(self, num_tokens: int, num_passed_parts: int) -> None:
@@ -76,8 +78,8 @@ class PartShare(Listener):
             num_passed_parts: passed parts that are cached.
         """
         passed_bytes = max(1, num_passed_parts) * self._memory.part_bytes
-        weight = _PART_WEIGHT * _SHADOW * self._num_bytes / passed_bytes
-        self._move(min(weight, _MAX_WEIGHT) * num_tokens)
+        weight = _PART_WEIGHT * _SHADOW_SHARE * self._num_bytes / passed_bytes
+        self._move_bound(min(weight, _MAX_WEIGHT) * num_tokens)
 
     def record_missed_blocks(self, namespace: Namespace, tokens: bytes, found_tokens: int) -> None:
         """Record how many tokens of a prompt were evicted recently.
@@ -89,15 +91,15 @@ class PartShare(Listener):
         Complexity: a hash of the cached tokens and the next block, and one more for each eviction that is found.
         """
         size, num_tokens = self._block_size, len(tokens) // TOKEN_BYTES
-        block = found_tokens // size
-        while self._evicted and block * size < num_tokens:
-            end = min((block + 1) * size * TOKEN_BYTES, len(tokens))
+        end_block = found_tokens // size
+        while self._evicted and end_block * size < num_tokens:
+            end = min((end_block + 1) * size * TOKEN_BYTES, len(tokens))
             num_blocks, _ = self._evicted.get(prefix_fingerprint(namespace.seed, tokens, end), (0, 0))
             if not num_blocks:
                 break
-            block += num_blocks
-        self._move(-max(0, min(block * size, num_tokens) - found_tokens))
+            end_block += num_blocks
+        self._move_bound(-max(0, min(end_block * size, num_tokens) - found_tokens))
 
-    def _move(self, num_tokens: float) -> None:
+    def _move_bound(self, num_tokens: float) -> None:
         """Move the bound by a weighted number of tokens, relative to the tokens that fit into the memory."""
         self._share = min(max(0.0, self._share + num_tokens / self._capacity_tokens), self._max_share)

@@ -63,16 +63,16 @@ class Pins:
     def pin(self, node: Node) -> None:
         """Pin all nodes of a path. Complexity: O(log leaves + nodes of the path that were not pinned)."""
         self._queue.discard(node)
-        now, first, num_bytes = self._clock(), node, 0
+        now_s, path_end, num_id_bytes = self._clock(), node, 0
         while (parent := node.parent) is not None:
             node.ref_count += 1
             if node.ref_count > 1:
                 break
-            num_bytes += len(node.block_ids)
-            node.last_used_s = now
+            num_id_bytes += len(node.block_ids)
+            node.last_used_s = now_s
             node = parent
-        self.count(first, num_bytes // BLOCK_ID_BYTES)
-        _touch(node, now)
+        self.count_pinned(path_end, num_id_bytes // BLOCK_ID_BYTES)
+        _touch(node, now_s)
 
     def unpin(self, node: Node, awaits: Awaits | None = None, session: Session | None = None) -> Node:
         """Undo one `pin` of the same node.
@@ -89,15 +89,15 @@ class Pins:
 
         Complexity: O(log leaves + nodes of the path that are no longer pinned).
         """
-        now, first, num_bytes = self._clock(), node, 0
+        now_s, path_end, num_id_bytes = self._clock(), node, 0
         while (parent := node.parent) is not None:
             node.ref_count -= 1
             if node.ref_count:
                 break
-            num_bytes += len(node.block_ids)
+            num_id_bytes += len(node.block_ids)
             if node.retired_block_ids:
                 self._free_retired(node)
-            node.last_used_s = now
+            node.last_used_s = now_s
             if awaits is _NOTHING and (
                 _has_other_continuations(node) or (session is not None and node.session is not session)
             ):
@@ -107,10 +107,10 @@ class Pins:
                 if awaits is not _UNKNOWN:
                     self._policy.note_awaits(node)
             node = parent
-        self.count(first, -(num_bytes // BLOCK_ID_BYTES))
-        _touch(node, now)
-        if first.is_evictable:
-            self._queue.add(first)
+        self.count_pinned(path_end, -(num_id_bytes // BLOCK_ID_BYTES))
+        _touch(node, now_s)
+        if path_end.is_evictable:
+            self._queue.add(path_end)
         return node
 
     def set_awaits(self, node: Node, awaits: Awaits) -> None:
@@ -148,13 +148,13 @@ class Pins:
 
         Complexity: that of `unpin`, and O(tokens of the nodes that are joined).
         """
-        end = self.unpin(node, awaits, session)
-        while node is not end:
+        deepest_pinned = self.unpin(node, awaits, session)
+        while node is not deepest_pinned:
             uppers: list[Node] = []
             above = node.parent
             while (
                 above is not None
-                and above is not end
+                and above is not deepest_pinned
                 and len(above.children or ()) == 1
                 and self._may_join(above, node, even_unlike)
             ):
@@ -181,15 +181,15 @@ class Pins:
             and (even_unlike or self._policy.are_alike(upper, lower))
         )
 
-    def num_unpinned_blocks(self, node: Node | None, enough: int) -> int:
-        """Count the blocks of a path that are not pinned yet; returns 0 if they cannot be more than `enough`.
+    def num_unpinned_blocks(self, node: Node | None, num_sufficient_blocks: int) -> int:
+        """Count the blocks of a path that are not pinned yet; 0 if they cannot be more than `num_sufficient_blocks`.
 
         Complexity: O(1) in that case, otherwise O(nodes of the path that are not pinned).
         """
         if node is None:
             return 0
         num_blocks_before = node.start_bytes // (node.owner.block_size * TOKEN_BYTES)
-        if num_blocks_before + node.num_blocks <= enough:
+        if num_blocks_before + node.num_blocks <= num_sufficient_blocks:
             return 0
         num_blocks = 0
         while node.parent is not None and node.ref_count == 0:
@@ -227,7 +227,7 @@ class Pins:
             return None, root_tokens, max(0, -num_available_blocks)
         return self._retained.cut_range(node, 0, num_cached_blocks)[-1], cached_tokens, 0
 
-    def count(self, node: Node, num_blocks: int) -> None:
+    def count_pinned(self, node: Node, num_blocks: int) -> None:
         """Add to the number of pinned blocks of a node's tenant and of all tenants; `num_blocks` may be negative."""
         self.num_pinned_blocks += num_blocks
         node.owner.usage.num_pinned_blocks += num_blocks

@@ -346,9 +346,10 @@ class PrefixCache:
         if self.state_slots is None:
             return self.windows.num_reusable_tokens(packed_block_ids, num_tokens)
         block_ids = np.frombuffer(packed_block_ids, dtype=np.int32)
-        before = -1
-        while before != num_tokens:  # a prefix shortened for windows may end where there is no snapshot, and vice versa
-            before = num_tokens
+        previous_num_tokens = -1
+        # A prefix that is shortened for windows may end where there is no snapshot, and vice versa.
+        while previous_num_tokens != num_tokens:
+            previous_num_tokens = num_tokens
             num_tokens = self.windows.num_reusable_tokens(packed_block_ids, num_tokens)
             num_tokens = self.state_slots.num_reusable_tokens(block_ids, num_tokens)
         return num_tokens
@@ -359,10 +360,10 @@ class PrefixCache:
         Cached tokens cannot be reused if the K/V of windowed layers were evicted, or if there is no snapshot of a
         recurrent state. Tokens of public prefixes are not counted.
         """
-        return min(self._found(namespace, tokens)[1], len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+        return min(self._find_node(namespace, tokens)[1], len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
 
-    def _found(self, namespace: Namespace, tokens: bytes) -> tuple[Node | None, int]:
-        """Return the deepest node that shares a token with a prompt, and the bytes found, reusable or not."""
+    def _find_node(self, namespace: Namespace, tokens: bytes) -> tuple[Node | None, int]:
+        """Return the deepest node that shares a token with a prompt, and how many bytes are cached, reusable or not."""
         tree = self._trees.get(namespace)
         return (None, 0) if tree is None else tree.match(tokens)[:2]
 
@@ -502,7 +503,7 @@ class PrefixCache:
             num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
             is_resumed: the request had a lease of this prompt before, so the tokens it finds do not count as reuse.
             is_prefetch: the lease only loads blocks for a later request. It does not count as a use by its session:
-                what is known of the session's waits and prompt stays, and an unknown session is not created. If the
+                the session's waits and its last prompt stay as recorded, and no session is created. If the
                 session is unknown, the lease belongs to the session of the last cached node of the prompt, if any.
             prior_use_s: time of the last use of the prompt, for a prefetch that does not count as a use: the policy
                 continues to wait for the next use as if no block had been evicted. None if the lease counts.
@@ -533,9 +534,10 @@ class PrefixCache:
             num_reserved_blocks = self.windows.num_blocks_to_reserve(max_tokens, keeps_all=keeps_all)
         num_takeable_blocks = self._evictor.num_takeable_blocks(tenant, usage, num_headroom_blocks)
         num_takeable_blocks -= num_private_blocks + num_reserved_blocks
+
+        # Use the longest match with which the lease fits.
         shortages: list[int] = []
         refusals: list[CapacityError] = []
-        # Use the longest match with which the lease fits.
         for match in matches:
             node, cached_tokens, num_missing_blocks = self._fit(match, num_blocks, num_takeable_blocks)
             try:
@@ -549,18 +551,20 @@ class PrefixCache:
             shortages.append(num_missing_blocks)
         else:
             if shortages:
-                raise self._evictor.shortage(min(shortages), tenant, usage, num_headroom_blocks)
+                raise self._evictor.shortage_error(min(shortages), tenant, usage, num_headroom_blocks)
             raise refusals[0]
-        packed = match.packed_block_ids
+
+        # From here on, the call succeeds and changes the cache. First record the use of the matched path, and pin it.
+        packed_block_ids = match.packed_block_ids
         found_tokens = min(match.found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
         num_new_blocks = num_blocks - cached_tokens // self.block_size
         if self.windows.pools and read and not is_resumed:
-            self.windows.record_lookup(match.namespace, tokens, packed, found_tokens, match.cached_tokens)
+            self.windows.record_lookup(match.namespace, tokens, packed_block_ids, found_tokens, match.cached_tokens)
         now_s = self._clock()
         session = None
         if is_prefetch:
-            end, _ = self._found(match.namespace, tokens)  # `node` is None if nothing can be reused
-            session = self.sessions.enter_prefetch(tenant, session_id, end)
+            end_node, _ = self._find_node(match.namespace, tokens)  # `node` is None if nothing can be reused
+            session = self.sessions.enter_prefetch(tenant, session_id, end_node)
         elif session_id:
             session = self.sessions.enter(tenant, session_id, now_s)
         node_used_s = 0.0
@@ -576,40 +580,47 @@ class PrefixCache:
             else:
                 self._policy.loaded_ahead(node, match.found_bytes)
             self._pins.pin(node)
+
+        # Allocate the other blocks.
         num_shared_blocks, num_copied_tokens = divmod(cached_tokens, self.block_size)
-        reused = np.frombuffer(packed, np.int32, num_shared_blocks + (num_copied_tokens > 0))
+        reused_block_ids = np.frombuffer(packed_block_ids, np.int32, num_shared_blocks + (num_copied_tokens > 0))
         windows: Sequence[WindowLease] = ()
         if self.windows.pools:  # first, so that `make_room` evicts no K/V of windowed layers that is reused
             windows = self.windows.pin(
-                reused, cached_tokens, max_tokens, keeps_all=keeps_all, found_tokens=found_tokens
+                reused_block_ids, cached_tokens, max_tokens, keeps_all=keeps_all, found_tokens=found_tokens
             )
         self._evictor.make_room(num_new_blocks, tenant, usage, windows)
         self.windows.reserve(windows)
-        after = int(reused[-1]) if reused.size else None
-        room = self._state.room(num_expected_tokens, num_shared_blocks + num_new_blocks)
-        new = self.pool.acquire(num_new_blocks, after=after, room=room)
+        last_reused_id = int(reused_block_ids[-1]) if reused_block_ids.size else None
+        room = self._state.num_room_blocks(num_expected_tokens, num_shared_blocks + num_new_blocks)
+        new_block_ids = self.pool.acquire(num_new_blocks, after=last_reused_id, room=room)
+        copy = None
+        if num_copied_tokens:
+            copy = BlockCopy(source=int(reused_block_ids[num_shared_blocks]), target=int(new_block_ids[0]))
         usage.take(num_new_blocks)
         usage.num_hit_tokens += cached_tokens
         usage.num_miss_tokens += num_tokens - cached_tokens
+
         on_close = None
         public_prefix = match.public_prefix
         if public_prefix is not None:
             self.public.enter(public_prefix)
             on_close = partial(self.public.leave, public_prefix)
-        has_copied_public = public_prefix is not None and node is None
+        # If no node of the tree is reused, all reused tokens are public, also those of the copied block.
+        is_hit_all_public = public_prefix is not None and node is None
         return Lease(
             self.leases,
             match.namespace,
             usage,
             tokens,
             cached_tokens,
-            np.concatenate((reused[:num_shared_blocks], new)),
+            np.concatenate((reused_block_ids[:num_shared_blocks], new_block_ids)),
             num_shared_blocks,
-            copy=BlockCopy(int(reused[num_shared_blocks]), int(new[0])) if num_copied_tokens else None,
+            copy=copy,
             node=node,
             node_used_s=node_used_s,
             root_prefix=match.root_prefix,
-            public_tokens=cached_tokens if has_copied_public else match.root_tokens,
+            public_tokens=cached_tokens if is_hit_all_public else match.root_tokens,
             found_tokens=max(found_tokens, matches[0].cached_tokens),
             num_expected_tokens=num_expected_tokens,
             num_nodes=match.num_nodes,
@@ -655,7 +666,7 @@ class PrefixCache:
 
     def touch(self, namespace: Namespace, tokens: bytes) -> None:
         """Record a use of the cached part of a prompt, even if it cannot be reused now, so that it is evicted later."""
-        node, found_bytes = self._found(namespace, tokens)
+        node, found_bytes = self._find_node(namespace, tokens)
         if node is not None:
             self._changes.used(node, found_bytes, self._clock())
             self._pins.pin(node)
@@ -689,35 +700,36 @@ class PrefixCache:
         require_tokens(tokens)
         start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
         match = self._find(namespace, tokens)
-        first = match.root_tokens
-        public = Grant(max(0, min(end, first) - start), 0, 0)  # public blocks are never evicted
-        start = max(start, first)
-        end = max(end, first)
+        root_tokens = match.root_tokens
+        public_grant = Grant(max(0, min(end, root_tokens) - start), 0, 0)  # public blocks are never evicted
+        start = max(start, root_tokens)
+        end = max(end, root_tokens)
         expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
         renew_s = retention.ttl_s if retention.renew else None
-        own, nodes = self._retained.grant_tokens(
+        own_grant, nodes = self._retained.grant_tokens(
             self._trees.get(match.namespace), tokens, start, end, retention.priority, expires_s, only_raise, renew_s
         )
         for node in nodes:
             self._queue.requeue(node)
-        return public.joined(own)
+        return public_grant.joined(own_grant)
 
     def has_idle_blocks(self, num_blocks: int, session: Session) -> bool:
-        """Return whether blocks of a session can be loaded without evicting blocks that will probably be used earlier.
+        """Return whether blocks of a session can be loaded without evicting blocks that are probably used before them.
 
-        That is true if enough blocks are free; or if enough are evictable, and the next leaf to be evicted was not used
-        last by a session that waits for a tool, except by `session` itself, or by one that is expected to return much
-        later. Further leaves are not examined.
+        That is true if enough blocks are free. It is also true if enough blocks are evictable, and the session that
+        last used the next leaf to be evicted does not wait for a tool, is `session` itself, or is expected to return
+        much later than `session`. Further leaves are not examined.
         """
         if self.pool.num_free >= num_blocks:
             return True
-        first = self._queue.first((), self._clock())
-        if first is None or self.num_evictable_blocks < num_blocks:
+        now_s = self._clock()
+        next_victim = self._queue.first((), now_s)
+        if next_victim is None or self.num_evictable_blocks < num_blocks:
             return False
-        other, now_s = first.session, self._clock()
-        if first.awaits is not Awaits.TOOL or other is session:
+        owner = next_victim.session
+        if next_victim.awaits is not Awaits.TOOL or owner is session:
             return True
-        return other is not None and other.remaining_s(now_s) > _MIN_WAIT_RATIO * session.remaining_s(now_s)
+        return owner is not None and owner.remaining_s(now_s) > _MIN_WAIT_RATIO * session.remaining_s(now_s)
 
     def drop(self, namespace: Namespace, tokens: bytes, start: int = 0, *, evicts: bool) -> tuple[int, int]:
         """Drop what is cached of a prompt after `start`, and everything that continues it.
@@ -738,24 +750,25 @@ class PrefixCache:
 
         Complexity: O(log leaves) for each of at most 1,024 nodes; further nodes stay.
         """
-        num_dropped = num_left = 0
+        num_dropped_tokens = num_left_tokens = 0
         for match in self._find_all(namespace, tokens):
-            dropped, left = self._drop(match, tokens, start, evicts=evicts)
-            num_dropped += dropped
-            num_left = max(num_left, left)
-        return num_dropped, num_left
+            dropped_tokens, left_tokens = self._drop(match, tokens, start, evicts=evicts)
+            num_dropped_tokens += dropped_tokens
+            num_left_tokens = max(num_left_tokens, left_tokens)
+        return num_dropped_tokens, num_left_tokens
 
     def _drop(self, match: _TreeMatch, tokens: bytes, start: int, *, evicts: bool) -> tuple[int, int]:
         """Drop what is cached of a prompt in one tree; see `drop`."""
         tree, size = self._trees.get(match.namespace), self.block_size
-        node, num_bytes = self._found(match.namespace, tokens)  # `match.node` is None if nothing can be reused
+        node, num_bytes = self._find_node(match.namespace, tokens)  # `match.node` is None if nothing can be reused
         first_block = -(-max(start, match.root_tokens) // size)
         if tree is None or node is None or num_bytes // TOKEN_BYTES <= first_block * size:
             return 0, 0
         num_path_blocks = node.start_bytes // (size * TOKEN_BYTES) + node.num_blocks
         top = self._retained.cut_range(node, first_block, num_path_blocks)[0]
         _, num_blocks = self._evictor.purge_leaves(tree, _MAX_DROPPED_NODES, top=top, evicts=evicts)
-        return num_blocks * size, max(0, self._found(match.namespace, tokens)[1] // TOKEN_BYTES - first_block * size)
+        _, num_left_bytes = self._find_node(match.namespace, tokens)
+        return num_blocks * size, max(0, num_left_bytes // TOKEN_BYTES - first_block * size)
 
     def drop_session(self, session: Session, *, evicts: bool) -> int:
         """Drop the blocks that only a session has used and that no lease needs, 1,024 nodes at most; see `drop`.
@@ -770,7 +783,7 @@ class PrefixCache:
                 num_blocks += self._evictor.purge_leaves(tree, 1, top=node, evicts=evicts)[1]
         return num_blocks
 
-    def dropping(
+    def drop_in_slices(
         self, tenant: str, *, adapter: str | None = None, salt: str | None = None, evicts: bool
     ) -> Generator[None, None, tuple[int, bool]]:
         """Drop what a tenant has cached in some namespaces and no lease uses, in slices; see `purge.drop_unused`.
@@ -786,13 +799,13 @@ class PrefixCache:
         Returns:
             The number of tokens that were dropped, in whole blocks, and whether any stay because leases use them.
         """
-        yield from self.sessions.expect_none(tenant, adapter, salt)
+        yield from self.sessions.expect_none_in_slices(tenant, adapter, salt)
         num_blocks, are_any_left = yield from drop_unused(
             self._trees, self._evictor, tenant, adapter, salt, evicts=evicts
         )
         return num_blocks * self.block_size, are_any_left
 
-    def retaining(
+    def retain_in_slices(
         self, tenant: str, retention: Retention, *, adapter: str | None = None, salt: str | None = None
     ) -> Generator[None, None, Grant]:
         """Give all cached tokens of some namespaces of a tenant a priority, as `retain` does, in slices.
@@ -850,7 +863,7 @@ class PrefixCache:
         Complexity: O(nodes of the path), and a split of a node.
         """
         match = self._find(namespace, tokens)
-        node, num_bytes = self._found(match.namespace, tokens)
+        node, num_bytes = self._find_node(match.namespace, tokens)
         if node is None:
             return match.root_tokens
         block_bytes = self.block_size * TOKEN_BYTES
@@ -888,7 +901,7 @@ class PrefixCache:
         Complexity: that of `match`, and O(log leaves) for each node of the path that no lease uses.
         """
         match = self._find(namespace, tokens)
-        node, _ = self._found(match.namespace, tokens)  # `match.node` is None if nothing can be reused
+        node, _ = self._find_node(match.namespace, tokens)  # `match.node` is None if nothing can be reused
         if node is not None:
             self._pins.set_awaits_of_path(node, awaits, start * TOKEN_BYTES)
         return max(0, match.found_bytes // TOKEN_BYTES - start)
@@ -938,17 +951,17 @@ class PrefixCache:
         Requests that use these namespaces continue with the blocks that they have, and publish nothing more. A filter
         that is None matches any name. Public prefixes stay.
         """
-        return all_slices(self.purging(tenant=tenant, adapter=adapter, salt=salt))
+        return all_slices(self.purge_in_slices(tenant=tenant, adapter=adapter, salt=salt))
 
-    def purging(
+    def purge_in_slices(
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
     ) -> Generator[None, None, Purged]:
         """Remove whole namespaces, in slices between which the cache may be used; see `purge.py`."""
         purged = yield from purge(self._trees, self.leases, self._evictor, self.segments, tenant, adapter, salt)
-        yield from self.sessions.forgetting_prompts(tenant, adapter, salt)
+        yield from self.sessions.forget_prompts_in_slices(tenant, adapter, salt)
         return purged
 
-    def purging_adapter(self, adapter: str) -> Generator[None, None, Purged]:
+    def purge_adapter_in_slices(self, adapter: str) -> Generator[None, None, Purged]:
         """Purge, in slices, what an adapter has computed, and remember it to explain misses.
 
         Args:
@@ -956,8 +969,10 @@ class PrefixCache:
         """
         self.public.unregister_all(adapter)
         if self.marks.has(adapter):
-            return self._evicted.remembering(adapter, purge_invoked(self.segments, self._evictor, self.marks, adapter))
-        return self._evicted.remembering(adapter, self.purging(adapter=adapter))
+            return self._evicted.remember_purged(
+                adapter, purge_invoked(self.segments, self._evictor, self.marks, adapter)
+            )
+        return self._evicted.remember_purged(adapter, self.purge_in_slices(adapter=adapter))
 
     def check(self) -> None:
         """Recount everything, and raise InvariantViolation if anything is inconsistent. Complexity: O(everything)."""

@@ -24,7 +24,7 @@ from radixkv.errors import (
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from radixkv.tokens import TOKEN_BYTES, shared_bytes
 
-_MAX_NODES = 1024
+_MAX_FREED_NODES = 1024  # the tree of a prefix has far fewer nodes
 
 
 class PublicPrefix:
@@ -137,7 +137,7 @@ class PublicPrefixes:
         self._block_bytes = state.block_size * TOKEN_BYTES
         self._serials = count(1)
         self._by_name: dict[str, PublicPrefix] = {}
-        self._leaving: set[PublicPrefix] = set()
+        self._draining: set[PublicPrefix] = set()
         # Computed prefixes by model, adapter and the bytes of their first block, in the order of registration.
         self._computed: dict[tuple[str, str, bytes], list[PublicPrefix]] = {}
 
@@ -147,7 +147,7 @@ class PublicPrefixes:
     @property
     def num_blocks(self) -> int:
         """Blocks that public prefixes take, or will take when they are computed."""
-        return sum(self._num_blocks(each.tokens) for each in (*self._by_name.values(), *self._leaving))
+        return sum(self._num_blocks(each.tokens) for each in (*self._by_name.values(), *self._draining))
 
     @property
     def num_kept_blocks(self) -> int:
@@ -245,7 +245,7 @@ class PublicPrefixes:
         num_blocks = layers.num_blocks_to_reserve(prefix.num_tokens, keeps_all=True)
         num_missing_blocks = num_blocks - evictor.num_takeable_blocks(PUBLIC_TENANT, usage)
         if num_missing_blocks > 0:
-            raise evictor.shortage(num_missing_blocks, PUBLIC_TENANT, usage)
+            raise evictor.shortage_error(num_missing_blocks, PUBLIC_TENANT, usage)
         windows = layers.pin(block_ids, prefix.num_tokens, prefix.num_tokens, keeps_all=True)
         evictor.make_room(0, PUBLIC_TENANT, usage, windows)
         layers.reserve(windows)
@@ -256,7 +256,7 @@ class PublicPrefixes:
         prefix.is_computing = False
         if self.is_registered(prefix):
             self.unregister(prefix.name)
-        elif prefix in self._leaving:
+        elif prefix in self._draining:
             self._free(prefix)
 
     def unregister(self, name: str) -> PublicPrefix:
@@ -277,7 +277,7 @@ class PublicPrefixes:
             if not self._computed[key]:
                 del self._computed[key]
         self.are_any_computed = bool(self._computed)
-        self._leaving.add(prefix)
+        self._draining.add(prefix)
         if not prefix.num_users and not prefix.is_computing:
             self._free(prefix)
         return prefix
@@ -306,18 +306,18 @@ class PublicPrefixes:
         if not num_blocks:
             return
         next_block = longest.block_ids[num_blocks : num_blocks + 1].tobytes() if num_more_tokens else b""
-        yield self._root(namespace, longest, num_blocks, num_more_tokens, next_block)
-        for num_shared, prefix in shared:
+        yield self._make_root(namespace, longest, num_blocks, num_more_tokens, next_block)
+        for num_shared_tokens, prefix in shared:
             for tree in self._state.trees.below(namespace, prefix.namespace.salt):
                 start = len(tree.root.tokens) // TOKEN_BYTES
                 end = start + self._block_size
                 next_tokens = tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
                 may_have_more = end > num_tokens or next_tokens in (tree.root.children or ())
                 is_first = prefix is longest and start == num_blocks * self._block_size
-                if start <= num_shared and may_have_more and not is_first:
-                    yield self._root(namespace, prefix, start // self._block_size)
+                if start <= num_shared_tokens and may_have_more and not is_first:
+                    yield self._make_root(namespace, prefix, start // self._block_size)
 
-    def _root(
+    def _make_root(
         self,
         namespace: Namespace,
         prefix: PublicPrefix,
@@ -337,7 +337,7 @@ class PublicPrefixes:
     def leave(self, prefix: PublicPrefix) -> None:
         """Record that a lease no longer uses a prefix."""
         prefix.num_users -= 1
-        if prefix in self._leaving and not prefix.num_users:
+        if prefix in self._draining and not prefix.num_users:
             self._free(prefix)
 
     def tokens_of(self, namespace: Namespace) -> bytes | None:
@@ -348,7 +348,7 @@ class PublicPrefixes:
         if not namespace.public_prefix:
             return b""
         serial, _, _ = namespace.public_prefix.partition(":")
-        for prefix in (*self._by_name.values(), *self._leaving):
+        for prefix in (*self._by_name.values(), *self._draining):
             if prefix.namespace.salt == serial:
                 return prefix.tokens[: namespace.public_prefix_tokens * TOKEN_BYTES]
         return None
@@ -366,26 +366,26 @@ class PublicPrefixes:
             InvariantViolation: the message names the inconsistency.
         """
         computed = [each for prefixes in self._computed.values() for each in prefixes]
-        for prefix in (*self._by_name.values(), *self._leaving):
-            place = f"{prefix.namespace.salt}:"
-            num_users = sum(lease.namespace.public_prefix.startswith(place) for lease in self._leases)
+        for prefix in (*self._by_name.values(), *self._draining):
+            serial_prefix = f"{prefix.namespace.salt}:"
+            num_users = sum(lease.namespace.public_prefix.startswith(serial_prefix) for lease in self._leases)
             require_invariant("public prefix", prefix.num_users == num_users, "its users are not the open leases")
-            is_found = prefix.lease is not None and prefix not in self._leaving
+            is_found = prefix.lease is not None and prefix not in self._draining
             require_invariant("public prefix", (prefix in computed) == is_found, "the index is not what is computed")
         require_invariant(
             "public prefix",
-            all(each.num_users or each.is_computing for each in self._leaving),
+            all(each.num_users or each.is_computing for each in self._draining),
             "an unregistered one stays that no lease uses and no request computes",
         )
 
     def _free(self, prefix: PublicPrefix) -> None:
-        self._leaving.remove(prefix)
+        self._draining.remove(prefix)
         if prefix.lease is not None:
             prefix.lease.close()
             prefix.lease = None
         tree = self._state.trees.get(prefix.namespace)
         if tree is not None:
-            self._state.evictor.purge_leaves(tree, _MAX_NODES)
+            self._state.evictor.purge_leaves(tree, _MAX_FREED_NODES)
 
     def _key(self, namespace: Namespace, tokens: bytes) -> tuple[str, str, bytes]:
         return namespace.model, namespace.adapter, tokens[: self._block_bytes]

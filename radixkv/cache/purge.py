@@ -75,7 +75,7 @@ def purge(
         leases.revoke(namespace.tenant, namespace.adapter, namespace.salt)  # those opened since the first slice
         return num_nodes
 
-    freed_blocks = yield from _removing_unused(trees, evictor, tenant, is_purged, purge_rest)
+    freed_blocks = yield from _remove_unused_in_slices(trees, evictor, tenant, is_purged, purge_rest)
     return Purged(freed_blocks, pinned_blocks)
 
 
@@ -100,18 +100,23 @@ def drop_unused(
     """
     are_any_left = False
 
-    def leave(tree: RadixTree) -> int:
+    def note_remaining(tree: RadixTree) -> int:
         nonlocal are_any_left
         are_any_left = True
         return 0
 
-    num_blocks = yield from _removing_unused(
-        trees, evictor, tenant, lambda namespace: namespace.is_among(tenant, adapter, salt), leave, evicts=evicts
+    num_blocks = yield from _remove_unused_in_slices(
+        trees,
+        evictor,
+        tenant,
+        lambda namespace: namespace.is_among(tenant, adapter, salt),
+        note_remaining,
+        evicts=evicts,
     )
     return num_blocks, are_any_left
 
 
-def _removing_unused(
+def _remove_unused_in_slices(
     trees: NamespaceTrees,
     evictor: Evictor,
     tenant: str | None,

@@ -111,7 +111,7 @@ class RadixTree:
         block_bytes = self._block_bytes
         node = self.root
         position = start_bytes = self._start_bytes
-        runs: list[bytes] = []
+        packed_ids: list[bytes] = []
         while children := node.children:
             first_block = tokens[position : position + block_bytes]
             child = children.get(first_block)
@@ -120,17 +120,17 @@ class RadixTree:
             elif tokens.startswith(child.tokens, position):
                 node = child
                 position += len(child.tokens)
-                runs.append(child.block_ids)
+                packed_ids.append(child.block_ids)
                 continue
             else:
                 shared = shared_bytes(child.tokens, tokens, position)
             if shared:
                 node = child
                 position += shared
-                runs.append(child.block_ids[: -(-shared // block_bytes) * BLOCK_ID_BYTES])
+                packed_ids.append(child.block_ids[: -(-shared // block_bytes) * BLOCK_ID_BYTES])
             break
         deepest = node if position > start_bytes else None
-        return deepest, position, self.root.block_ids + b"".join(runs), len(runs)
+        return deepest, position, self.root.block_ids + b"".join(packed_ids), len(packed_ids)
 
     def insert(self, tokens: bytes, block_ids: bytes, known_node: Node | None = None) -> Insertion:
         """Make a run of tokens matchable. The tree takes ownership of the blocks that it did not hold before.
@@ -148,35 +148,35 @@ class RadixTree:
         node, position = self.root, self._start_bytes
         if known_node is not None and known_node.parent is not None:
             node, position = known_node.parent, known_node.start_bytes
-        runs = [block_ids[: position // block_bytes * BLOCK_ID_BYTES]]
+        packed_ids = [block_ids[: position // block_bytes * BLOCK_ID_BYTES]]
         while children := node.children:
             first_block = tokens[position : position + block_bytes]
             child = children.get(first_block)
             if child is None:
                 child, shared = children.nearest(first_block)
                 if shared == len(first_block):  # the run ends inside a longer block
-                    return Insertion(child, len(tokens), b"".join(runs), True, None, b"")
+                    return Insertion(child, len(tokens), b"".join(packed_ids), True, None, b"")
                 if shared == len(child.tokens):  # a leaf of less than one block, which the run continues
-                    return self._grow(child, tokens, position, block_ids, runs)
-                return self._attach(node, tokens, position, position + shared, block_ids, runs, None)
+                    return self._grow(child, tokens, position, block_ids, packed_ids)
+                return self._attach(node, tokens, position, position + shared, block_ids, packed_ids, None)
             shared = shared_bytes(child.tokens, tokens, position)
-            whole_blocks = shared // block_bytes
+            num_whole_blocks = shared // block_bytes
             if position + shared == len(tokens):
-                runs.append(child.block_ids[: whole_blocks * BLOCK_ID_BYTES])
-                return Insertion(child, len(tokens), b"".join(runs), True, None, b"")
+                packed_ids.append(child.block_ids[: num_whole_blocks * BLOCK_ID_BYTES])
+                return Insertion(child, len(tokens), b"".join(packed_ids), True, None, b"")
             if shared < len(child.tokens):
-                self._split(child, whole_blocks, tokens, position)
+                self._split(child, num_whole_blocks, tokens, position)
                 upper = child.parent
                 assert upper is not None
-                runs.append(upper.block_ids)
-                boundary = position + whole_blocks * block_bytes
-                return self._attach(upper, tokens, boundary, position + shared, block_ids, runs, child)
+                packed_ids.append(upper.block_ids)
+                boundary = position + num_whole_blocks * block_bytes
+                return self._attach(upper, tokens, boundary, position + shared, block_ids, packed_ids, child)
             if child.is_leaf:
-                return self._grow(child, tokens, position, block_ids, runs)
+                return self._grow(child, tokens, position, block_ids, packed_ids)
             node = child
             position += shared
-            runs.append(child.block_ids)
-        return self._attach(node, tokens, position, position, block_ids, runs, None)
+            packed_ids.append(child.block_ids)
+        return self._attach(node, tokens, position, position, block_ids, packed_ids, None)
 
     def _attach(
         self,
@@ -185,35 +185,37 @@ class RadixTree:
         start: int,
         known_bytes: int,
         block_ids: bytes,
-        runs: list[bytes],
+        packed_ids: list[bytes],
         split: Node | None,
     ) -> Insertion:
         """Add a node with `tokens[start:]` below `parent`; `start` is a block boundary."""
-        first = start // self._block_bytes * BLOCK_ID_BYTES
-        node = Node(self.owner, parent, start, tokens[start:], block_ids[first:], self._fingerprint(tokens, start))
+        first_id_byte = start // self._block_bytes * BLOCK_ID_BYTES
+        node = Node(
+            self.owner, parent, start, tokens[start:], block_ids[first_id_byte:], self._fingerprint(tokens, start)
+        )
         if parent.children is None:
             parent.children = ChildTable()
         parent.children[tokens[start : start + self._block_bytes]] = node
-        return Insertion(node, known_bytes, b"".join(runs), False, split, b"")
+        return Insertion(node, known_bytes, b"".join(packed_ids), False, split, b"")
 
-    def _grow(self, leaf: Node, tokens: bytes, start: int, block_ids: bytes, runs: list[bytes]) -> Insertion:
+    def _grow(self, leaf: Node, tokens: bytes, start: int, block_ids: bytes, packed_ids: list[bytes]) -> Insertion:
         """Grow a leaf that begins at `start` to the end of `tokens`, of which it holds a proper prefix."""
         known_bytes = start + len(leaf.tokens)
-        whole_blocks = len(leaf.tokens) // self._block_bytes
-        kept = leaf.block_ids[: whole_blocks * BLOCK_ID_BYTES]
-        replaced = leaf.block_ids[whole_blocks * BLOCK_ID_BYTES :]
+        num_whole_blocks = len(leaf.tokens) // self._block_bytes
+        kept_ids = leaf.block_ids[: num_whole_blocks * BLOCK_ID_BYTES]
+        replaced_ids = leaf.block_ids[num_whole_blocks * BLOCK_ID_BYTES :]
         old_key = leaf.tokens[: self._block_bytes]
         leaf.tokens = tokens[start:]
-        leaf.block_ids = kept + block_ids[start // self._block_bytes * BLOCK_ID_BYTES + len(kept) :]
-        if whole_blocks == 0:  # the leaf had less than one block, so its key (its first block) changes
+        leaf.block_ids = kept_ids + block_ids[start // self._block_bytes * BLOCK_ID_BYTES + len(kept_ids) :]
+        if num_whole_blocks == 0:  # the leaf had less than one block, so its key (its first block) changes
             assert leaf.parent is not None
             siblings = leaf.parent.children
             assert siblings is not None
             del siblings[old_key]
             siblings[leaf.tokens[: self._block_bytes]] = leaf
             leaf.fingerprint = self._fingerprint(tokens, start)
-        runs.append(kept)
-        return Insertion(leaf, known_bytes, b"".join(runs), False, None, replaced)
+        packed_ids.append(kept_ids)
+        return Insertion(leaf, known_bytes, b"".join(packed_ids), False, None, replaced_ids)
 
     def cut(self, node: Node, num_blocks: int) -> Node:
         """Split a node after its first `num_blocks` blocks, at least one and fewer than it has. Returns the upper half.
@@ -232,12 +234,12 @@ class RadixTree:
         The new upper node takes the beginning; `lower` stays the same object and keeps its children, its pins and
         its position in the eviction queue.
         """
-        cut = num_blocks * self._block_bytes
+        cut_bytes = num_blocks * self._block_bytes
         parent = lower.parent
         assert parent is not None
         assert parent.children is not None
         packed = lower.block_ids[: num_blocks * BLOCK_ID_BYTES]
-        upper = Node(self.owner, parent, lower.start_bytes, lower.tokens[:cut], packed, lower.fingerprint)
+        upper = Node(self.owner, parent, lower.start_bytes, lower.tokens[:cut_bytes], packed, lower.fingerprint)
         upper.ref_count = int(lower.ref_count > 0)
         upper.held_ref_count = int(lower.held_ref_count > 0)
         upper.last_used_s = lower.last_used_s
@@ -246,12 +248,12 @@ class RadixTree:
         upper.policy_note = lower.policy_note
         parent.children[upper.tokens[: self._block_bytes]] = upper
         lower.parent = upper
-        lower.start_bytes += cut
-        lower.tokens = lower.tokens[cut:]
+        lower.start_bytes += cut_bytes
+        lower.tokens = lower.tokens[cut_bytes:]
         lower.block_ids = lower.block_ids[num_blocks * BLOCK_ID_BYTES :]
         upper.children = ChildTable()
         upper.children[lower.tokens[: self._block_bytes]] = lower
-        lower.fingerprint = prefix_fingerprint(self._seed, tokens, start + cut, lower.tokens[: self._block_bytes])
+        lower.fingerprint = prefix_fingerprint(self._seed, tokens, start + cut_bytes, lower.tokens[: self._block_bytes])
 
     def join(self, uppers: list[Node], lower: Node) -> None:
         """Join a node and the nodes before it into one node, the inverse of splits. The lowest object remains.

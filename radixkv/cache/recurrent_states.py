@@ -16,7 +16,9 @@ from radixkv.errors import require_invariant
 
 
 @dataclass(slots=True)
-class _Entry:
+class _SnapshotEntry:
+    """What the order knows of one snapshot."""
+
     saved_tokens: int
     num_uses: int
     score: float
@@ -45,7 +47,7 @@ class SnapshotOrder:
 
     def __init__(self) -> None:
         self.level = 0.0
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _SnapshotEntry] = {}
         self._heap: list[tuple[float, int]] = []  # outdated entries are skipped
 
     def __len__(self) -> int:
@@ -65,7 +67,7 @@ class SnapshotOrder:
 
     def add(self, slot: int, saved_tokens: int) -> None:
         """Add a snapshot. Complexity: O(log snapshots), amortized."""
-        self._entries[slot] = entry = _Entry(saved_tokens, 0, self.new_score(saved_tokens))
+        self._entries[slot] = entry = _SnapshotEntry(saved_tokens, 0, self.new_score(saved_tokens))
         self._push(slot, entry)
 
     def record_use(self, slot: int) -> None:
@@ -94,20 +96,22 @@ class SnapshotOrder:
         self.level = max(self.level, self._entries[slot].score)
         self.discard(slot)
 
-    def _push(self, slot: int, entry: _Entry) -> None:
+    def _push(self, slot: int, entry: _SnapshotEntry) -> None:
         """Add the present score of a snapshot to the heap, and rebuild the heap if many entries are outdated."""
         heapq.heappush(self._heap, (entry.score, slot))
         if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = [(each.score, number) for number, each in self._entries.items()]
+            self._heap = [(each.score, entry_slot) for entry_slot, each in self._entries.items()]
             heapq.heapify(self._heap)
 
 
-class _Pending(NamedTuple):
+class _PendingSnapshot(NamedTuple):
+    """A snapshot that is not published yet: its slot, and the tokens since the previous snapshot."""
+
     slot: int
     saved_tokens: int
 
 
-class _Last(NamedTuple):
+class _NewestSnapshot(NamedTuple):
     """The newest snapshot of a completion: its slot and its block."""
 
     slot: int
@@ -141,13 +145,13 @@ class StateLease:
         self.slot = slot
         self.source = source
         self._slots = slots
-        self._computed_upto = self._last_kept = cached_tokens
+        self._computed_upto = self._last_kept_position = cached_tokens
         self._num_prompt_tokens = num_prompt_tokens
         size = slots.block_size
         whole_tokens = (num_prompt_tokens - 1) // size * size
         self._requested = {whole_tokens, min(found_tokens // size * size, whole_tokens)}
-        self._pending: dict[int, _Pending] = {}  # by position
-        self._last_of_completion: _Last | None = None
+        self._pending: dict[int, _PendingSnapshot] = {}  # by position
+        self._last_of_completion: _NewestSnapshot | None = None
         self._is_closed = False
 
     @property
@@ -182,13 +186,13 @@ class StateLease:
         positions = self._positions(start, end) if keeps else []
         for position in positions:
             if position not in self._pending:
-                saved_tokens = position - self._last_kept
+                saved_tokens = position - self._last_kept_position
                 slot = self._slots.take(saved_tokens)
                 if slot is None:
                     continue
-                self._pending[position] = _Pending(slot, saved_tokens)
+                self._pending[position] = _PendingSnapshot(slot, saved_tokens)
             if position <= self._num_prompt_tokens:
-                self._last_kept = position
+                self._last_kept_position = position
         kept = [(position, self._pending[position].slot) for position in positions if position in self._pending]
         return [*kept, (end, self.slot)]
 
@@ -205,7 +209,7 @@ class StateLease:
 
     def advance(self, upto: int) -> None:
         """Record that the tokens before `upto` are computed. The request continues from its own slot."""
-        self._read()
+        self._release_source()
         self.source = self.slot
         self._computed_upto = upto
 
@@ -223,20 +227,21 @@ class StateLease:
             if self._slots.publish(slot, block_id, saved_tokens) and position >= self._num_prompt_tokens:
                 if self._last_of_completion is not None:
                     self._slots.retract(*self._last_of_completion)
-                self._last_of_completion = _Last(slot, block_id)
+                self._last_of_completion = _NewestSnapshot(slot, block_id)
 
     def close(self) -> None:
         """Return all slots; published snapshots stay. Closing again does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._read()
+        self._release_source()
         for slot in self.pending_slots:
             self._slots.drop(slot)
         self._pending.clear()
         self._slots.close(self)
 
-    def _read(self) -> None:
+    def _release_source(self) -> None:
+        """Let the snapshot be freed from which the request continues, if the request has not read it yet."""
         if self.source is not None and self.source != self.slot:
             self._slots.read(self.source)
             self.source = None

@@ -88,9 +88,11 @@ class RetainedNodes(Listener):
         return node
 
     def _num_grantable(self, usage: TenantUsage) -> int:
-        own = usage.quota.max_retained_blocks
-        left = self.max_blocks - self.num_blocks
-        return left if own is None else min(left, own - usage.num_retained_blocks)
+        tenant_max_blocks = usage.quota.max_retained_blocks
+        num_left_blocks = self.max_blocks - self.num_blocks
+        if tenant_max_blocks is None:
+            return num_left_blocks
+        return min(num_left_blocks, tenant_max_blocks - usage.num_retained_blocks)
 
     def grant_tokens(
         self,
@@ -123,19 +125,19 @@ class RetainedNodes(Listener):
         if node is None or tree is None or cached_upto <= start:
             return Grant(0, 0, end - start), []
         block_size = tree.owner.block_size
-        first, last = start // block_size, -(-cached_upto // block_size)
+        first_block, end_block = start // block_size, -(-cached_upto // block_size)
         granted: list[Node] = []
-        for each in self.nodes_in_range(node, first, last):
-            has_priority = self.grant(each, priority, expires_s, renew_s=renew_s, only_raise=only_raise)
-            if has_priority is not None:
-                granted.append(has_priority)
-            if has_priority is not each:
+        for each in self.nodes_in_range(node, first_block, end_block):
+            granted_node = self.grant(each, priority, expires_s, renew_s=renew_s, only_raise=only_raise)
+            if granted_node is not None:
+                granted.append(granted_node)
+            if granted_node is not each:
                 break
-        num_blocks = first + sum(each.num_blocks for each in granted)
+        num_blocks = first_block + sum(each.num_blocks for each in granted)
         granted_tokens = max(0, min(cached_upto, num_blocks * block_size) - start)
-        ends_s = [each.expiry_entry[0] for each in granted if each.expiry_entry is not None]
+        expiry_times_s = [each.expiry_entry[0] for each in granted if each.expiry_entry is not None]
         refused_tokens = cached_upto - start - granted_tokens
-        return Grant(granted_tokens, refused_tokens, end - cached_upto, min(ends_s, default=None)), granted
+        return Grant(granted_tokens, refused_tokens, end - cached_upto, min(expiry_times_s, default=None)), granted
 
     def nodes_in_range(self, node: Node, start: int, end: int) -> list[Node]:
         """List the nodes that hold the blocks `[start, end)` of a node's path, as `cut_range` does.
@@ -154,14 +156,14 @@ class RetainedNodes(Listener):
 
     def _cut_path(self, path: list[Node], start: int, end: int) -> list[Node]:
         nodes = []
-        position = _first_block(path)
+        end_block = _first_block(path)
         for node in path:
-            first, position = position, position + node.num_blocks
-            if first < end < position:
-                node = self._cut(node, end - first)
-            if first < start < position:
-                self._cut(node, start - first)  # `node` is the lower half now
-            if start < position and first < end:
+            first_block, end_block = end_block, end_block + node.num_blocks
+            if first_block < end < end_block:
+                node = self._cut(node, end - first_block)
+            if first_block < start < end_block:
+                self._cut(node, start - first_block)  # `node` is the lower half now
+            if start < end_block and first_block < end:
                 nodes.append(node)
         return nodes
 
@@ -278,11 +280,11 @@ def _whole_nodes(path: list[Node], start: int, end: int) -> list[Node]:
     The list is empty if the block `start` is inside a node.
     """
     nodes: list[Node] = []
-    position = _first_block(path)
+    end_block = _first_block(path)
     for node in path:
-        first, position = position, position + node.num_blocks
-        if first == start or nodes:
-            if position > end:
+        first_block, end_block = end_block, end_block + node.num_blocks
+        if first_block == start or nodes:
+            if end_block > end:
                 break
             nodes.append(node)
     return nodes

@@ -61,7 +61,7 @@ class Sessions(Listener):
         self._serials = itertools.count()
         self._remembered: OrderedDict[Session, None] = OrderedDict()  # those with a prompt, the oldest prompt first
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()  # the one used last is last
-        self._num_of: Counter[str] = Counter()  # by tenant
+        self._num_sessions_of: Counter[str] = Counter()  # by tenant
         self.num_nodes = 0
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class Sessions(Listener):
 
     def num_of(self, tenant: str) -> int:
         """Count the sessions of a tenant."""
-        return self._num_of[tenant]
+        return self._num_sessions_of[tenant]
 
     def latest(self, max_sessions: int, tenant: str | None = None) -> list[Session]:
         """List up to `max_sessions` sessions of a tenant, or of all tenants (None), the most recently used first.
@@ -91,12 +91,12 @@ class Sessions(Listener):
         session = self._sessions.get((tenant, session_id))
         if session is None:
             session = self._sessions[tenant, session_id] = Session(tenant, session_id)
-            self._num_of[tenant] += 1
+            self._num_sessions_of[tenant] += 1
         session.num_leases += 1
         if session.awaits is Awaits.TOOL:
             wait_s = now_s - session.last_used_s
-            before_s = session.tool_wait_s
-            session.tool_wait_s = wait_s if before_s is None else (before_s + wait_s) / 2
+            average_s = session.tool_wait_s
+            session.tool_wait_s = wait_s if average_s is None else (average_s + wait_s) / 2
         self.set_awaits(session, Awaits.UNKNOWN)
         self._note_use(session, now_s)
         return session
@@ -135,7 +135,10 @@ class Sessions(Listener):
             self._drop_if_unused(session)
 
     def set_awaits(self, session: Session, awaits: Awaits) -> None:
-        """Set what a session has been waiting for since its last use, and when its next turn is expected, if it is."""
+        """Set what a session has been waiting for since its last use.
+
+        Its next turn is expected only if the session waits for a tool and its prompt is remembered.
+        """
         session.awaits = awaits
         expected_s = None
         if awaits is Awaits.TOOL and session.prompt is not None:
@@ -177,7 +180,7 @@ class Sessions(Listener):
         """The earliest time at which to prepare for the next turn of any session; None if no turn is expected."""
         return self._returns[0][0] if self._returns else None
 
-    def returning(self, now_s: float, max_sessions: int) -> list[Session]:
+    def pop_returning(self, now_s: float, max_sessions: int) -> list[Session]:
         """Return the sessions whose next turn should be prepared for by now, and stop expecting these turns."""
         due: list[Session] = []
         while self._returns and self._returns[0][0] <= now_s and len(due) < max_sessions:
@@ -185,7 +188,7 @@ class Sessions(Listener):
             self.expect(due[-1], None)
         return due
 
-    def expect_none(self, tenant: str, adapter: str | None, salt: str | None) -> Generator[None, None, None]:
+    def expect_none_in_slices(self, tenant: str, adapter: str | None, salt: str | None) -> Generator[None, None, None]:
         """Expect no next turn of the sessions of a tenant whose last prompt is in a namespace with these names.
 
         Works in slices of `_MAX_EXAMINED` sessions that end with a `yield`. None matches any name.
@@ -197,7 +200,7 @@ class Sessions(Listener):
             if index % _MAX_EXAMINED == _MAX_EXAMINED - 1:
                 yield
 
-    def forgetting_prompts(
+    def forget_prompts_in_slices(
         self, tenant: str | None, adapter: str | None, salt: str | None
     ) -> Generator[None, None, None]:
         """Forget the prompts of namespaces with these names, None for any.
@@ -277,8 +280,8 @@ class Sessions(Listener):
         _require(self.num_nodes == len(owned), "the count of nodes is wrong")
         _require(all(each.nodes or each.num_leases or each.prompt for each in self), "an unused session is kept")
         num_bytes = sum(_num_bytes(each.prompt) for each in self if each.prompt is not None)
-        expected = [each.return_entry for each in self if each.return_entry is not None]
-        _require(sorted(expected) == list(self._returns), "an expected return is wrong")
+        return_entries = [each.return_entry for each in self if each.return_entry is not None]
+        _require(sorted(return_entries) == list(self._returns), "an expected return is wrong")
         _require(num_bytes == self._num_prompt_bytes, "the size of the remembered prompts is wrong")
 
     def _own(self, node: Node, session: Session) -> None:
@@ -300,9 +303,9 @@ class Sessions(Listener):
 
     def _forget(self, session: Session) -> None:
         del self._sessions[session.tenant, session.session_id]
-        self._num_of[session.tenant] -= 1
-        if not self._num_of[session.tenant]:
-            del self._num_of[session.tenant]
+        self._num_sessions_of[session.tenant] -= 1
+        if not self._num_sessions_of[session.tenant]:
+            del self._num_sessions_of[session.tenant]
 
 
 def _num_bytes(prompt: PromptKey) -> int:

@@ -13,7 +13,8 @@ MAX_LISTED_TENANTS = 1000
 _MAX_CLOSED_DAYS = 31
 _TENANTS_IN_SLICE = 128  # reading a tenant's use takes about 4 us
 
-DEVICE, HOST, DISK, REMOTE = range(4)
+_NUM_TIERS = 4
+DEVICE, HOST, DISK, REMOTE = range(_NUM_TIERS)
 _TIERS = {"host": HOST, "disk": DISK}
 _EVICTED_BY_SELF = ("device_evicted_by_self_tokens", "host_evicted_by_self_tokens", "disk_evicted_by_self_tokens")
 _EVICTED_BY_OTHERS = (
@@ -44,9 +45,9 @@ class _Meter:
     def __init__(self, now_s: float, base: Use) -> None:
         self.base = base
         self.counts: Counter[str] = Counter()
-        self.num_blocks = [0, 0, 0, 0]
-        self.block_s = [0.0, 0.0, 0.0, 0.0]
-        self._updated_s = [now_s] * 4
+        self.num_blocks = [0] * _NUM_TIERS
+        self.block_s = [0.0] * _NUM_TIERS
+        self._updated_s = [now_s] * _NUM_TIERS
 
     def resize(self, tier: int, num_more_blocks: int, now_s: float) -> None:
         num_blocks = self.num_blocks[tier]
@@ -55,7 +56,7 @@ class _Meter:
         self.num_blocks[tier] = num_blocks + num_more_blocks
 
     def use(self, now_s: float, block_size: int) -> Use:
-        for tier in range(4):
+        for tier in range(_NUM_TIERS):
             self.resize(tier, 0, now_s)
         device, host, disk, remote = (block_s * block_size for block_s in self.block_s)
         own = Use(**self.counts, device_token_s=device, host_token_s=host, disk_token_s=disk, remote_token_s=remote)
@@ -64,7 +65,7 @@ class _Meter:
     def begin_day(self) -> None:
         self.base = Use()
         self.counts.clear()
-        self.block_s = [0.0, 0.0, 0.0, 0.0]
+        self.block_s = [0.0] * _NUM_TIERS
 
 
 class TenantLedger:
@@ -112,7 +113,7 @@ class TenantLedger:
         read_day: Callable[[int], DayUse | None] = lambda _: None,
     ) -> None:
         self._block_size = block_size
-        self._always = frozenset((*tenants, PUBLIC_TENANT, OTHER_TENANTS))
+        self._always_listed = frozenset((*tenants, PUBLIC_TENANT, OTHER_TENANTS))
         self._clock = clock
         now_s = clock()
         self._epoch_s = unix_time() - now_s
@@ -121,18 +122,18 @@ class TenantLedger:
         before = read_day(self.day) or DayUse(0.0, {})
         self._covered_since_s = now_s - before.covered_s
         self._meters = {tenant: _Meter(now_s, use) for tenant, use in before.tenants.items()}
-        for tenant in self._always - set(self._meters):
+        for tenant in self._always_listed - set(self._meters):
             self._meters[tenant] = _Meter(now_s, Use())
         self._others = self._meters[OTHER_TENANTS]
         self._unlisted: dict[str, list[int]] = {}  # blocks by tier of the tenants that are accounted together
-        self._closed: dict[int, DayUse] = {}
+        self._closed_days: dict[int, DayUse] = {}
 
     def resize(self, tenant: str, tier: int, num_more_blocks: int) -> None:
         """Record that a tenant has this many more blocks in a tier. Complexity: O(1), and O(tenants) once per day."""
         now_s = self._now_s()
         meter = self._meter(tenant, now_s)
         if meter is self._others:
-            blocks = self._unlisted.setdefault(tenant, [0, 0, 0, 0])
+            blocks = self._unlisted.setdefault(tenant, [0] * _NUM_TIERS)
             blocks[tier] += num_more_blocks
             if not any(blocks):
                 del self._unlisted[tenant]
@@ -186,26 +187,27 @@ class TenantLedger:
         now_s = self._now_s()
         day = self.day
         uses: dict[str, Use] = {}
-        for number, each in enumerate([*self._meters] if tenant is None else [tenant]):
-            if number and number % _TENANTS_IN_SLICE == 0:
+        names = [*self._meters] if tenant is None else [tenant]
+        for index, name in enumerate(names):
+            if index and index % _TENANTS_IN_SLICE == 0:
                 yield
                 now_s = self._now_s()
                 if self.day != day:
-                    return {**self._closed}
-            if (use := self._use(each, now_s)) != Use():
-                uses[each] = use
-        closed = {**self._closed}
+                    return {**self._closed_days}
+            use = self._use(name, now_s)
+            if use != Use():
+                uses[name] = use
+        closed = {**self._closed_days}
         if tenant is not None:
-            closed = {
-                past: DayUse(each.covered_s, {tenant: each.tenants[tenant]} if tenant in each.tenants else {})
-                for past, each in closed.items()
-            }
+            for past_day, day_use in closed.items():
+                own_use = {tenant: day_use.tenants[tenant]} if tenant in day_use.tenants else {}
+                closed[past_day] = DayUse(day_use.covered_s, own_use)
         return {**closed, day: DayUse(now_s - self._covered_since_s, uses)}
 
     def forget(self, days: Collection[int]) -> None:
         """Drop closed days that were saved."""
         for day in days:
-            self._closed.pop(day, None)
+            self._closed_days.pop(day, None)
 
     def _now_s(self) -> float:
         now_s = self._clock()
@@ -217,7 +219,7 @@ class TenantLedger:
         meter = self._meters.get(tenant)
         if meter is not None:
             return meter
-        if len(self._meters) - len(self._always) >= MAX_LISTED_TENANTS or tenant in self._unlisted:
+        if len(self._meters) - len(self._always_listed) >= MAX_LISTED_TENANTS or tenant in self._unlisted:
             return self._others
         meter = self._meters[tenant] = _Meter(now_s, Use())
         return meter
@@ -226,16 +228,18 @@ class TenantLedger:
         """Keep the use of the day for `days`, and begin the next one with the blocks that each tenant has."""
         end_s = self._day_end_s
         uses = {tenant: meter.use(end_s, self._block_size) for tenant, meter in self._meters.items()}
-        self._closed[self.day] = DayUse(
+        self._closed_days[self.day] = DayUse(
             end_s - self._covered_since_s, {tenant: use for tenant, use in uses.items() if use != Use()}
         )
-        if len(self._closed) > _MAX_CLOSED_DAYS:  # nothing could be saved for so long
-            del self._closed[min(self._closed)]
+        if len(self._closed_days) > _MAX_CLOSED_DAYS:  # nothing could be saved for so long
+            del self._closed_days[min(self._closed_days)]
         self.day += 1
         self._day_end_s = self._end_of(self.day)
         self._covered_since_s = end_s
         self._meters = {
-            tenant: meter for tenant, meter in self._meters.items() if tenant in self._always or any(meter.num_blocks)
+            tenant: meter
+            for tenant, meter in self._meters.items()
+            if tenant in self._always_listed or any(meter.num_blocks)
         }
         for meter in self._meters.values():
             meter.begin_day()
@@ -243,7 +247,7 @@ class TenantLedger:
 
     def _list_more(self, now_s: float) -> None:
         """Give tenants that were accounted together accounts of their own, as far as there is room."""
-        while self._unlisted and len(self._meters) - len(self._always) < MAX_LISTED_TENANTS:
+        while self._unlisted and len(self._meters) - len(self._always_listed) < MAX_LISTED_TENANTS:
             tenant = next(iter(self._unlisted))
             blocks = self._unlisted.pop(tenant)
             meter = self._meters[tenant] = _Meter(now_s, Use())

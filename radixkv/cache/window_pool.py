@@ -232,8 +232,8 @@ class WindowPool:
         """
         if lasts:
             self.require_lasting_room(num_parts)
-        room = self.num_parts - self.num_step_parts - self.num_reserved
-        if num_parts > room:
+        num_reservable_parts = self.num_parts - self.num_step_parts - self.num_reserved
+        if num_parts > num_reservable_parts:
             raise OutOfBlocks(  # without the parts that other tenants have
                 f"parts of windowed layers: expected room for {num_parts} blocks more of {self.num_parts}, got less, "
                 "since running requests and public prefixes may need the others"
@@ -270,8 +270,8 @@ class WindowPool:
             block_ids: int32, the blocks of at least `num_tokens` tokens.
             num_tokens: tokens that are cached.
         """
-        own = block_ids[: -(-num_tokens // self.block_size)]
-        return self.reach.num_reusable_tokens(self.table[own] != NO_PART, num_tokens, self.block_size)
+        prompt_block_ids = block_ids[: -(-num_tokens // self.block_size)]
+        return self.reach.num_reusable_tokens(self.table[prompt_block_ids] != NO_PART, num_tokens, self.block_size)
 
     def part_of(self, block_id: int) -> int:
         """Return the part of a block; `NO_PART` if the block has none."""
@@ -286,7 +286,7 @@ class WindowPool:
         for block_id in block_ids:
             if not self._needs[block_id]:
                 if self.table[block_id] == NO_PART:
-                    self.table[block_id] = self._take()
+                    self.table[block_id] = self._take_part()
                 else:
                     self._unpinned.remove(block_id)
             self._needs[block_id] += 1
@@ -371,7 +371,7 @@ class WindowPool:
         self._withhold()
         return True
 
-    def _take(self) -> int:
+    def _take_part(self) -> int:
         if not self._free:
             return self._evict()
         num_more_blocks = self._num_blocks(self.num_parts - self.num_free + 1) - self.num_withheld_blocks

@@ -88,7 +88,7 @@ class WindowLease:
         """
         first, end = self._first_block(cached_tokens), -(-cached_tokens // self._pool.block_size)
         self._num_found_blocks = end
-        self._move(dict(zip(block_ids[first:end].tolist(), range(first, end), strict=True)), end)
+        self._set_pinned(dict(zip(block_ids[first:end].tolist(), range(first, end), strict=True)), end)
 
     def note_divergence(self, upto: int) -> None:
         """Keep the parts needed to continue after `upto` tokens for as long as the parts at the end of a request.
@@ -115,7 +115,7 @@ class WindowLease:
         if copy is not None:
             to_pin[copy.source] = _COPIED
             num_written_blocks -= 1
-        self._move(to_pin, num_written_blocks)
+        self._set_pinned(to_pin, num_written_blocks)
         table = self._pool.table
         part_ids = np.zeros(last, dtype=np.int32)
         part_ids[first:] = table[block_ids[first:last]]
@@ -134,12 +134,16 @@ class WindowLease:
         """
         first = self._first_block(num_blocks * self._pool.block_size)
         to_pin = dict(zip(block_ids[first:num_blocks].tolist(), range(first, num_blocks), strict=True))
-        lacking = {block_id: at for block_id, at in to_pin.items() if self._pool.table[block_id] == NO_PART}
-        self._move({block_id: at for block_id, at in to_pin.items() if block_id not in lacking}, num_blocks)
-        self._pool.pin(lacking)  # last, so that this evicts none of the parts that are needed
-        self._needed.update(lacking)
+        without_part = {
+            block_id: position for block_id, position in to_pin.items() if self._pool.table[block_id] == NO_PART
+        }
+        self._set_pinned(
+            {block_id: position for block_id, position in to_pin.items() if block_id not in without_part}, num_blocks
+        )
+        self._pool.pin(without_part)  # last, so that this evicts none of the parts that are needed
+        self._needed.update(without_part)
         self._num_found_blocks = num_blocks
-        return list(lacking.values())
+        return list(without_part.values())
 
     def settle(self, upto: int, copy: BlockCopy | None = None) -> None:
         """Pin only the parts needed to continue after the computed tokens, or to compute the last of them again.
@@ -153,7 +157,11 @@ class WindowLease:
         first, end = self._first_block(upto - 1), -(-upto // self._pool.block_size)
         source = None if copy is None else copy.source
         needed = self._needed
-        dropped = [b for b, at in needed.items() if not first <= at < end and (at != _COPIED or b != source)]
+        dropped = [
+            block_id
+            for block_id, position in needed.items()
+            if not first <= position < end and (position != _COPIED or block_id != source)
+        ]
         self._unpin(dropped)
 
     def exchange(self, old: int, new: int) -> None:
@@ -188,25 +196,25 @@ class WindowLease:
     def _first_block(self, upto: int) -> int:
         return 0 if self._keeps_all else self._pool.reach.first_token(upto) // self._pool.block_size
 
-    def _move(self, to_pin: dict[int, int], num_written_blocks: int) -> None:
+    def _set_pinned(self, to_pin: dict[int, int], num_written_blocks: int) -> None:
         """Pin the parts of exactly these blocks. Those before `num_written_blocks` must have one."""
         needed, table = self._needed, self._pool.table
-        more = {block_id: at for block_id, at in to_pin.items() if block_id not in needed}
-        if any(at < num_written_blocks and table[block_id] == NO_PART for block_id, at in more.items()):
+        newly_needed = {block_id: position for block_id, position in to_pin.items() if block_id not in needed}
+        if any(at < num_written_blocks and table[block_id] == NO_PART for block_id, at in newly_needed.items()):
             raise InvariantViolation("windowed layers: expected each block in the window to have its part, got none")
         self._unpin([block_id for block_id in needed if block_id not in to_pin])  # first, so that there are enough
-        self._pool.pin(more)
+        self._pool.pin(newly_needed)
         needed.update(to_pin)
 
     def _unpin(self, block_ids: list[int]) -> None:
         ends: list[int] = []
         passed: dict[int, int] = {}
         for block_id in block_ids:
-            at = self._needed.pop(block_id)
-            if at < self._num_found_blocks or at in self._diverging:
+            position = self._needed.pop(block_id)
+            if position < self._num_found_blocks or position in self._diverging:
                 ends.append(block_id)
             else:
-                passed[block_id] = at
+                passed[block_id] = position
         self._pool.unpin_ends(ends)
         self._pool.unpin_passed(passed, self._num_blocks)
 
@@ -246,9 +254,9 @@ class WindowedLayers:
         if not self.pools or not num_tokens:
             return num_tokens
         block_ids = np.frombuffer(packed, dtype=np.int32)
-        before = -1
-        while before != num_tokens:  # a shorter prefix for one group may lack parts of another group
-            before = num_tokens
+        previous_num_tokens = -1
+        while previous_num_tokens != num_tokens:  # a shorter prefix for one group may lack parts of another group
+            previous_num_tokens = num_tokens
             for pool in self.pools:
                 num_tokens = pool.num_reusable_tokens(block_ids, num_tokens)
         return num_tokens
@@ -275,10 +283,10 @@ class WindowedLayers:
 
     def num_blocks_to_reserve(self, num_tokens: int, *, keeps_all: bool = False) -> int:
         """Return how many blocks the reservations of one more request would withhold; see `pin` and `reserve`."""
-        numbers = [self._max_parts(pool, num_tokens, keeps_all=keeps_all) for pool in self.pools]
+        nums_parts = [self._max_parts(pool, num_tokens, keeps_all=keeps_all) for pool in self.pools]
         return sum(
-            pool.num_reserved_blocks(number) - pool.num_reserved_blocks()
-            for pool, number in zip(self.pools, numbers, strict=True)
+            pool.num_reserved_blocks(num_parts) - pool.num_reserved_blocks()
+            for pool, num_parts in zip(self.pools, nums_parts, strict=True)
         )
 
     def num_unreserved_blocks(self, window_leases: Sequence[WindowLease]) -> int:
@@ -344,19 +352,20 @@ class WindowedLayers:
             lost_tokens=self._num_lost_tokens,
         )
 
-    def num_usable(self, block_ids: BlockIds, have_part: Sequence[bool], *, keeps_all: bool = False) -> int:
+    def num_usable(self, block_ids: BlockIds, loadable_have_part: Sequence[bool], *, keeps_all: bool = False) -> int:
         """Count the blocks that are worth loading: up to the last one from whose end a request can continue.
 
         Args:
             block_ids: int32, the blocks before those that could be loaded.
-            have_part: whether each block that could be loaded has its part.
+            loadable_have_part: whether each block that could be loaded has its part.
             keeps_all: whether all parts are needed.
         """
-        num_blocks, before = block_ids.size + len(have_part), -1
-        while before != num_blocks:
-            before = num_blocks
+        num_blocks, previous_num_blocks = block_ids.size + len(loadable_have_part), -1
+        while previous_num_blocks != num_blocks:
+            previous_num_blocks = num_blocks
             for pool in self.pools:
-                has_part = np.append(pool.table[block_ids] != NO_PART, np.array(have_part, dtype=np.bool_))[:num_blocks]
+                has_part = np.append(pool.table[block_ids] != NO_PART, np.array(loadable_have_part, dtype=np.bool_))
+                has_part = has_part[:num_blocks]
                 if keeps_all:
                     num_blocks = num_blocks if has_part.all() else int(has_part.argmin())
                 else:
@@ -392,8 +401,8 @@ class WindowedLayers:
         self.require_room(num_tokens, keeps_all=keeps_all)
         window_leases = []
         for pool in self.pools:
-            number = self._max_parts(pool, num_tokens, keeps_all=keeps_all)
-            window_leases.append(WindowLease(pool, number, num_tokens, keeps_all=keeps_all))
+            num_parts = self._max_parts(pool, num_tokens, keeps_all=keeps_all)
+            window_leases.append(WindowLease(pool, num_parts, num_tokens, keeps_all=keeps_all))
             window_leases[-1].pin_hit(block_ids, cached_tokens)
             if found_tokens > cached_tokens:
                 window_leases[-1].note_divergence(found_tokens)
@@ -425,8 +434,8 @@ class WindowedLayers:
     def exchange(self, window_leases: Iterable[WindowLease], old: BlockIds, new: BlockIds) -> None:
         """Replace blocks of a request by blocks of the tree; see `WindowLease.exchange`."""
         for window_lease in window_leases:
-            for one, other in zip(old.tolist(), new.tolist(), strict=True):
-                window_lease.exchange(one, other)
+            for old_id, new_id in zip(old.tolist(), new.tolist(), strict=True):
+                window_lease.exchange(old_id, new_id)
 
     def free_parts(self, block_ids: BlockIds) -> None:
         """Free the parts of blocks that are free now."""

@@ -347,7 +347,7 @@ class EngineCore:
         if self._prefetcher is not None:
             self._prefetcher.forget(tenant, adapter, salt)
         deletions = [] if self._offload is None else self._offload.purge(tenant, adapter, salt)
-        purged = yield from self.cache.purging(tenant=tenant, adapter=adapter, salt=salt)
+        purged = yield from self.cache.purge_in_slices(tenant=tenant, adapter=adapter, salt=salt)
         for request in self._scheduler.running:  # includes requests that were admitted between the slices
             request.is_revoked = request.is_revoked or request.open_lease.is_revoked
         self._resume_followers_of_revoked()

@@ -265,7 +265,7 @@ class HintApplier:
         return (yield from self._retaining(tenant, names, Retention(MAX_PRIORITY, payload.require_ttl())))
 
     def _retaining(self, tenant: str, names: _Names, retention: Retention) -> Generator[None, None, tuple[int, str]]:
-        grant = yield from self._cache.retaining(tenant, retention, adapter=names.digest, salt=names.salt)
+        grant = yield from self._cache.retain_in_slices(tenant, retention, adapter=names.digest, salt=names.salt)
         return grant.granted_tokens, _over_share_reason(grant.refused_tokens) if grant.refused_tokens else ""
 
     def _prefetch_prompt(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
@@ -302,7 +302,7 @@ class HintApplier:
         self, payload: _Payload, tenant: str, names: _Names, *, evicts: bool
     ) -> Generator[None, None, tuple[int, str]]:
         payload.allow(*_NAMESPACE_FIELDS)
-        num_dropped, are_any_left = yield from self._cache.dropping(
+        num_dropped, are_any_left = yield from self._cache.drop_in_slices(
             tenant, adapter=names.digest, salt=names.salt, evicts=evicts
         )
         return num_dropped, "some tokens stay, because requests use them" if are_any_left else ""

@@ -20,7 +20,7 @@ from radixkv.compute.kept_entries import KeptEntries
 from radixkv.compute.runner import Runner, StepResult, Wait
 from radixkv.engine.sampler import Allowed, Prediction, allowed_tokens, predict, read_logprob_rows
 from radixkv.errors import RadixKVError
-from radixkv.invocation import plain
+from radixkv.invocation import strip_marks
 from radixkv.scheduling.request import Request
 from radixkv.scheduling.step_plan import Slice
 
@@ -173,7 +173,7 @@ def chunk_of(token_slice: Slice) -> Chunk:
     block_ids = lease.block_ids
     cover = _cover(lease, start, end)
     return Chunk(
-        tokens=lease.tokens if invocation is None else plain(lease.tokens),
+        tokens=lease.tokens if invocation is None else strip_marks(lease.tokens),
         start=start,
         end=end,
         block_ids=block_ids,

@@ -16,7 +16,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from radixkv.errors import ConfigError, require_invariant
-from radixkv.invocation import InvocationMarks, plain
+from radixkv.invocation import InvocationMarks, strip_marks
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from radixkv.offload.index.prompt_blocks import KeyedBlock
 from radixkv.tokens import TOKEN_BYTES
@@ -214,7 +214,7 @@ class PromptKeys:
             own = tokens[start : start + size]
             digest = self._marks.digest_of(own)
             if digest:
-                num_plain, own = self._marks.num_plain(own), plain(own)
+                num_plain, own = self._marks.num_plain(own), strip_marks(own)
                 owner = namespace._replace(adapter=digest)
                 content = own + num_plain.to_bytes(4, "little") + digest.encode()
                 key = self._keys.child(self._keys.with_tags_of(parent, owner), content)

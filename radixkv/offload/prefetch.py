@@ -61,7 +61,7 @@ class Prefetcher:
         sessions = self._cache.sessions
         if sessions.next_return_s is None or sessions.next_return_s > now_s or self._offload.is_loading:
             return
-        for session in sessions.returning(now_s, 1):
+        for session in sessions.pop_returning(now_s, 1):
             assert session.prompt is not None, "only sessions with a prompt return"
             namespace, tokens = session.prompt
             cached_tokens = self._cache.match(namespace, tokens).cached_tokens

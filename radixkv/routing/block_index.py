@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import itemgetter
 
 _NUM_SHARDS = 256  # of 4,000 blocks each for a million: sweeping or growing one takes about 1 ms
-_LOW = _NUM_SHARDS - 1
+_SHARD_MASK = _NUM_SHARDS - 1
 
 
 class BlockIndex:
@@ -31,28 +31,29 @@ class BlockIndex:
         self.num_refused = 0
         self._max_blocks = max_blocks
         self._shards: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
-        self._same: dict[int, int] = {}  # one shared integer per set of holders: there are few different sets
-        self._free: list[int] = []
+        # Maps each set of holders to one shared integer. This saves memory, because there are few different sets.
+        self._interned: dict[int, int] = {}
+        self._free_bits: list[int] = []
         self._num_bits = 0
-        self._live = 0
-        self._retired = 0
-        self._sweeping = 0
+        self._live_bits = 0
+        self._removed_bits = 0
+        self._bits_to_clear = 0
         self._next_shard = 0
 
     def add_holder(self) -> int:
         """Add a holder without blocks, and return its bit."""
-        if self._free:
-            bit = self._free.pop()
+        if self._free_bits:
+            bit = self._free_bits.pop()
         else:
             bit = 1 << self._num_bits
             self._num_bits += 1
-        self._live |= bit
+        self._live_bits |= bit
         return bit
 
     def forget_holder(self, bit: int) -> None:
         """Remove a holder. Complexity: O(1); `sweep` does the rest."""
-        self._live &= ~bit
-        self._retired |= bit
+        self._live_bits &= ~bit
+        self._removed_bits |= bit
 
     def store(self, bit: int, hashes: Sequence[int], max_blocks: int | None = None) -> None:
         """Add blocks of a holder. Complexity: O(blocks).
@@ -65,23 +66,23 @@ class BlockIndex:
         max_blocks = self._max_blocks if max_blocks is None else max_blocks
         if self.num_blocks + len(hashes) > max_blocks:
             hashes = self._recordable(hashes, max_blocks)
-        shards, same = self._shards, self._same
-        bit = same.setdefault(bit, bit)
+        shards, interned = self._shards, self._interned
+        bit = interned.setdefault(bit, bit)
         for block in hashes:
-            shard = shards[block & _LOW]
-            known = shard.setdefault(block, bit)
-            if known is not bit:
-                holders = known | bit
-                shard[block] = same.setdefault(holders, holders)
+            shard = shards[block & _SHARD_MASK]
+            holders = shard.setdefault(block, bit)
+            if holders is not bit:  # `is`, because sets of holders are interned
+                new_holders = holders | bit
+                shard[block] = interned.setdefault(new_holders, new_holders)
         self.num_blocks = sum(map(len, shards))
 
     def remove(self, bits: int, hashes: Sequence[int]) -> None:
         """Remove blocks of holders. Unknown blocks are ignored. Complexity: O(blocks)."""
         for block in hashes:
-            shard = self._shards[block & _LOW]
-            known = shard.get(block)
-            if known is not None:
-                self._keep(shard, block, known & ~bits)
+            shard = self._shards[block & _SHARD_MASK]
+            holders = shard.get(block)
+            if holders is not None:
+                self._set_holders(shard, block, holders & ~bits)
 
     def runs(self, hashes: Sequence[int]) -> list[tuple[int, int]]:
         """Return the holders of consecutive blocks of a prompt, up to the first block that no holder has.
@@ -97,54 +98,57 @@ class BlockIndex:
         if not hashes:
             return []
         runs: list[tuple[int, int]] = []
-        left = [(0, len(hashes), self.holders_of(hashes[0]), self.holders_of(hashes[-1]))]
-        while left:
-            start, end, first, last = left.pop()
-            if not first:
+        unresolved = [(0, len(hashes), self.holders_of(hashes[0]), self.holders_of(hashes[-1]))]
+        while unresolved:
+            start, end, first_holders, last_holders = unresolved.pop()
+            if not first_holders:
                 break
-            if first == last:
-                runs.append((first, end - start))
+            if first_holders == last_holders:
+                runs.append((first_holders, end - start))
                 continue
             middle = (start + end) // 2
-            left.append((middle, end, self.holders_of(hashes[middle]), last))
-            left.append((start, middle, first, self.holders_of(hashes[middle - 1])))
-        return [(holders, sum(num for _, num in run)) for holders, run in groupby(runs, key=itemgetter(0))]
+            unresolved.append((middle, end, self.holders_of(hashes[middle]), last_holders))
+            unresolved.append((start, middle, first_holders, self.holders_of(hashes[middle - 1])))
+        # Halves of a range can end and begin with the same holders: add up their blocks.
+        return [
+            (holders, sum(num_blocks for _, num_blocks in group)) for holders, group in groupby(runs, key=itemgetter(0))
+        ]
 
     def sweep(self) -> None:
         """Clear the bits of removed holders in one shard. Complexity: O(blocks / 256); O(1) without such bits."""
-        if not self._sweeping:
-            if not self._retired:
+        if not self._bits_to_clear:
+            if not self._removed_bits:
                 return
-            self._sweeping, self._retired = self._retired, 0
-            self._same.clear()
+            self._bits_to_clear, self._removed_bits = self._removed_bits, 0
+            self._interned.clear()
         shard = self._shards[self._next_shard]
-        touched = [(block, holders) for block, holders in shard.items() if holders & self._sweeping]
+        touched = [(block, holders) for block, holders in shard.items() if holders & self._bits_to_clear]
         for block, holders in touched:
-            self._keep(shard, block, holders & ~self._sweeping)
+            self._set_holders(shard, block, holders & ~self._bits_to_clear)
         self._next_shard = (self._next_shard + 1) % _NUM_SHARDS
         if not self._next_shard:
-            self._free += [1 << index for index in range(self._num_bits) if self._sweeping >> index & 1]
-            self._sweeping = 0
+            self._free_bits += [1 << index for index in range(self._num_bits) if self._bits_to_clear >> index & 1]
+            self._bits_to_clear = 0
 
     def holders_of(self, block: int) -> int:
         """Return the bits of a block's holders."""
-        return self._shards[block & _LOW].get(block, 0) & self._live
+        return self._shards[block & _SHARD_MASK].get(block, 0) & self._live_bits
 
     def _recordable(self, hashes: Sequence[int], max_blocks: int) -> list[int]:
         """Return the hashes that are in the index, and as many new ones as it has space for."""
-        left = max_blocks - self.num_blocks
-        kept = []
+        num_addable = max_blocks - self.num_blocks
+        recordable = []
         for block in hashes:
-            is_new = block not in self._shards[block & _LOW]
-            if not is_new or left > 0:
-                left -= is_new
-                kept.append(block)
-        self.num_refused += len(hashes) - len(kept)
-        return kept
+            is_new = block not in self._shards[block & _SHARD_MASK]
+            if not is_new or num_addable > 0:
+                num_addable -= is_new
+                recordable.append(block)
+        self.num_refused += len(hashes) - len(recordable)
+        return recordable
 
-    def _keep(self, shard: dict[int, int], block: int, holders: int) -> None:
+    def _set_holders(self, shard: dict[int, int], block: int, holders: int) -> None:
         if holders:
-            shard[block] = self._same.setdefault(holders, holders)
+            shard[block] = self._interned.setdefault(holders, holders)
         else:
             del shard[block]
             self.num_blocks -= 1

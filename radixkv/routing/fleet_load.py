@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 _HALF_LIFE_S = 600.0
-_LOST_S = 600.0
-_MIN_AGE_S = 1e-3
+_LOST_AFTER_S = 600.0
+_MIN_DECAY_S = 1e-3
 
 
-class _Sent(NamedTuple):
+class _SentRequest(NamedTuple):
     """An unfinished request: the number of tokens to compute, the time at which it was sent, and its tenant."""
 
     num_tokens: int
@@ -27,18 +27,18 @@ class _ReplicaLoad:
     __slots__ = ("recent_tokens", "sent", "sent_tokens", "tenant_tokens")
 
     def __init__(self, recent_tokens: float) -> None:
-        self.sent: dict[int, _Sent] = {}  # unfinished requests, oldest first
+        self.sent: dict[int, _SentRequest] = {}  # unfinished requests, oldest first
         self.sent_tokens = 0
         self.tenant_tokens: dict[str, int] = {}  # of `sent_tokens`, by tenant
-        self.recent_tokens = recent_tokens  # as of `FleetLoad._then_s`
+        self.recent_tokens = recent_tokens  # decayed up to `FleetLoad._decayed_s`
 
-    def add(self, ticket: int, sent: _Sent) -> None:
+    def add(self, ticket: int, sent: _SentRequest) -> None:
         """Add a request."""
         self.sent[ticket] = sent
         self.sent_tokens += sent.num_tokens
         self.tenant_tokens[sent.tenant] = self.tenant_tokens.get(sent.tenant, 0) + sent.num_tokens
 
-    def pop(self, ticket: int) -> _Sent | None:
+    def pop(self, ticket: int) -> _SentRequest | None:
         """Remove and return a request; None if it is unknown."""
         sent = self.sent.pop(ticket, None)
         if sent is not None:
@@ -66,21 +66,21 @@ class FleetLoad:
         self,
         *,
         half_life_s: float = _HALF_LIFE_S,
-        lost_s: float = _LOST_S,
+        lost_s: float = _LOST_AFTER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._decay = math.log(2) / half_life_s
-        self._lost_s = lost_s
+        self._decay_per_s = math.log(2) / half_life_s
+        self._lost_after_s = lost_s
         self._clock = clock
-        self._then_s = clock()
+        self._decayed_s = clock()
         self._loads: dict[str, _ReplicaLoad] = {}
-        self._oldest_s = self._then_s  # no unfinished request was sent before this time
+        self._oldest_s = self._decayed_s  # no unfinished request was sent before this time
         self._tickets = itertools.count(1)
 
     def join(self, name: str) -> None:
         """Add a replica. Its recent tokens start at the mean of the others, so that it does not get all requests."""
         self._loads.pop(name, None)
-        self._age()
+        self._decay_recent_tokens()
         recent = [load.recent_tokens for load in self._loads.values()]
         self._loads[name] = _ReplicaLoad(sum(recent) / len(recent) if recent else 0.0)
 
@@ -96,11 +96,11 @@ class FleetLoad:
 
         Complexity: O(replicas).
         """
-        self._age()
+        self._decay_recent_tokens()
         load = self._loads[name]
         load.recent_tokens += num_tokens
         ticket = next(self._tickets)
-        load.add(ticket, _Sent(num_tokens, self._clock(), tenant))
+        load.add(ticket, _SentRequest(num_tokens, self._clock(), tenant))
         return ticket
 
     def finished(self, name: str, ticket: int, computed_tokens: int | None = None) -> bool:
@@ -119,8 +119,8 @@ class FleetLoad:
         if load is None or sent is None:
             return False
         if computed_tokens is not None:
-            self._age()
-            weight = math.exp(-self._decay * (self._then_s - sent.sent_s))
+            self._decay_recent_tokens()
+            weight = math.exp(-self._decay_per_s * (self._decayed_s - sent.sent_s))
             load.recent_tokens = max(0.0, load.recent_tokens + weight * (computed_tokens - sent.num_tokens))
         return True
 
@@ -142,41 +142,50 @@ class FleetLoad:
 
         Complexity: O(replicas + tenants with requests there).
         """
-        self._age()
+        self._decay_recent_tokens()
         self._forget_lost()
         loads = self._loads
         waits: list[tuple[int, float]] = []
         for name, num_tokens in zip(names, tokens, strict=True):
             load = loads[name]
-            total = load.sent_tokens
-            waiting = load.tenant_tokens
-            if not waiting or (len(waiting) == 1 and tenant in waiting):
-                waits.append((total, load.recent_tokens))  # no other tenant waits there
+            sent_tokens = load.sent_tokens
+            tenant_tokens = load.tenant_tokens
+            if not tenant_tokens or (len(tenant_tokens) == 1 and tenant in tenant_tokens):
+                waits.append((sent_tokens, load.recent_tokens))  # no other tenant waits there
                 continue
-            turn = waiting.get(tenant, 0) + num_tokens
-            others = sum([each if each < turn else turn for other, each in waiting.items() if other != tenant])
-            wait_tokens = turn - num_tokens + others
-            waits.append((wait_tokens if wait_tokens < total else total, load.recent_tokens))
+            own_tokens = tenant_tokens.get(tenant, 0) + num_tokens
+            # A comparison instead of `min`, which takes longer.
+            other_tokens = sum(
+                [
+                    each if each < own_tokens else own_tokens
+                    for other_tenant, each in tenant_tokens.items()
+                    if other_tenant != tenant
+                ]
+            )
+            wait_tokens = own_tokens - num_tokens + other_tokens
+            waits.append((wait_tokens if wait_tokens < sent_tokens else sent_tokens, load.recent_tokens))
         return waits
 
     def _forget_lost(self) -> None:
-        lost_s = self._clock() - self._lost_s
-        if self._oldest_s > lost_s:
+        now_s = self._clock()
+        lost_before_s = now_s - self._lost_after_s
+        if self._oldest_s > lost_before_s:
             return
-        self._oldest_s = lost_s + self._lost_s
+        self._oldest_s = now_s
         for load in self._loads.values():
             while load.sent:
                 ticket, sent = next(iter(load.sent.items()))
-                if sent.sent_s > lost_s:
+                if sent.sent_s > lost_before_s:
                     self._oldest_s = min(self._oldest_s, sent.sent_s)
                     break
                 load.pop(ticket)
 
-    def _age(self) -> None:
+    def _decay_recent_tokens(self) -> None:
+        """Reduce the recent tokens of all replicas to their weights at the present time."""
         now_s = self._clock()
-        if now_s - self._then_s < _MIN_AGE_S:
+        if now_s - self._decayed_s < _MIN_DECAY_S:
             return
-        kept = math.exp(-self._decay * (now_s - self._then_s))
-        self._then_s = now_s
+        factor = math.exp(-self._decay_per_s * (now_s - self._decayed_s))
+        self._decayed_s = now_s
         for load in self._loads.values():
-            load.recent_tokens *= kept
+            load.recent_tokens *= factor

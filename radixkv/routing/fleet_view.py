@@ -64,6 +64,10 @@ class FleetView:
         max_blocks: maximum number of tracked blocks, of all replicas together.
         expect_s: minimum time in seconds for which a sent prefix is expected; it may be up to twice as long.
         clock: a monotonic clock in seconds.
+
+    Attributes:
+        block_size: see above.
+        index: which replicas have each block.
     """
 
     def __init__(
@@ -94,9 +98,9 @@ class FleetView:
 
     def leave(self, name: str) -> None:
         """Remove a replica, if it is known. Complexity: O(1)."""
-        known = self._replicas.pop(name, None)
-        if known is not None:
-            for bit in (*known.tiers, known.current, known.previous):
+        replica = self._replicas.pop(name, None)
+        if replica is not None:
+            for bit in (*replica.tiers, replica.current, replica.previous):
                 self.index.forget_holder(bit)
 
     def number_of(self, name: str) -> int:
@@ -127,14 +131,14 @@ class FleetView:
         Complexity: O(blocks).
         """
         self.tidy()
-        known = self._replicas[name]
-        verdict = known.cursor.take(batch)
+        replica = self._replicas[name]
+        verdict = replica.cursor.take(batch)
         if verdict is Verdict.APPLY:
             for event in batch.events:
                 if isinstance(event, AllCleared):
-                    self._clear(known, is_purge=batch.snapshot is None)
+                    self._clear(replica, is_purge=batch.snapshot is None)
                 else:
-                    self._apply(known, event)
+                    self._apply(replica, event)
         return verdict is not Verdict.RESYNC
 
     def expect(self, name: str, hashes: Sequence[int], num_matched: int = 0) -> None:
@@ -148,11 +152,11 @@ class FleetView:
         Complexity: O(blocks that the replica does not have).
         """
         self.tidy()
-        known = self._replicas[name]
-        known.current = known.current or self.index.add_holder()
-        if num_matched and self.index.holders_of(hashes[num_matched - 1]) & (known.tiers[0] | known.current):
+        replica = self._replicas[name]
+        replica.current = replica.current or self.index.add_holder()
+        if num_matched and self.index.holders_of(hashes[num_matched - 1]) & (replica.tiers[_DEVICE] | replica.current):
             hashes = hashes[num_matched:]
-        self.index.store(known.current, hashes)
+        self.index.store(replica.current, hashes)
 
     def tidy(self) -> None:
         """Expire old expectations, and sweep a part of the removed holders.
@@ -163,10 +167,10 @@ class FleetView:
         if now_s >= self._period_end_s:
             is_long_over = now_s >= self._period_end_s + self._expect_s
             self._period_end_s += self._expect_s * (1 + (now_s - self._period_end_s) // self._expect_s)
-            for known in self._replicas.values():
-                self._end_period(known)
+            for replica in self._replicas.values():
+                self._end_period(replica)
                 if is_long_over:
-                    self._end_period(known)
+                    self._end_period(replica)
         self.index.sweep()
 
     def match(self, hashes: Sequence[int], names: Iterable[str]) -> list[Hits]:
@@ -180,29 +184,30 @@ class FleetView:
         """
         runs = self.index.runs(hashes)
         ends = itertools.accumulate((num for _, num in runs), initial=0)
-        upto = [Hits(num_blocks * self.block_size) for num_blocks in ends]  # by the number of runs on the device
+        # By the number of runs, from the beginning on, that the device has.
+        device_hits = [Hits(num_blocks * self.block_size) for num_blocks in ends]
         replicas, shared = self._replicas, self._shared_bits()
         matched = []
         for name in names:
-            known = replicas[name]
-            tiers = known.tiers
-            device = tiers[_DEVICE] | known.current | known.previous
+            replica = replicas[name]
+            tiers = replica.tiers
+            device = tiers[_DEVICE] | replica.current | replica.previous
             for depth, (holders, _) in enumerate(runs):
                 if not holders & device:
                     if holders & (tiers[_HOST] | tiers[_DISK] | shared):
                         tiers_bits = (device, tiers[_HOST], tiers[_DISK], shared)
-                        matched.append(self._hits_beyond_device(tiers_bits, runs[depth:], upto[depth].device))
+                        matched.append(self._hits_beyond_device(tiers_bits, runs[depth:], device_hits[depth].device))
                     else:
-                        matched.append(upto[depth])
+                        matched.append(device_hits[depth])
                     break
             else:
-                matched.append(upto[-1])
+                matched.append(device_hits[-1])
         return matched
 
     def _shared_bits(self) -> int:
         bits = 0
-        for known in self._replicas.values():
-            bits |= known.tiers[_SHARED]
+        for replica in self._replicas.values():
+            bits |= replica.tiers[_SHARED]
         return bits
 
     def _hits_beyond_device(
@@ -210,35 +215,37 @@ class FleetView:
     ) -> Hits:
         """Continue the match at a block that is not on the device. Later blocks may be on it again."""
         tokens = [device_tokens, 0, 0, 0]
-        for holders, num in runs:
+        for holders, num_blocks in runs:
             tier = next((index for index, bits in enumerate(tiers_bits) if holders & bits), None)
             if tier is None:
                 break
-            tokens[tier] += num * self.block_size
+            tokens[tier] += num_blocks * self.block_size
         return Hits(*tokens)
 
-    def _end_period(self, known: _ReplicaBits) -> None:
-        self.index.forget_holder(known.previous)
-        known.previous, known.current = known.current, 0
+    def _end_period(self, replica: _ReplicaBits) -> None:
+        self.index.forget_holder(replica.previous)
+        replica.previous, replica.current = replica.current, 0
 
-    def _clear(self, known: _ReplicaBits, *, is_purge: bool) -> None:
+    def _clear(self, replica: _ReplicaBits, *, is_purge: bool) -> None:
         for tier in (_DEVICE,) if is_purge else range(_NUM_TIERS):
-            self.index.forget_holder(known.tiers[tier])
-            known.tiers[tier] = 0
-        if is_purge:  # after a snapshot, expectations remain: it does not contain prompts that are still computed
-            self._end_period(known)
-            self._end_period(known)
+            self.index.forget_holder(replica.tiers[tier])
+            replica.tiers[tier] = 0
+        if is_purge:  # a snapshot keeps the expectations, since it lacks the prompts that are still being computed
+            self._end_period(replica)
+            self._end_period(replica)
 
-    def _apply(self, known: _ReplicaBits, event: BlocksStored | BlocksRemoved) -> None:
+    def _apply(self, replica: _ReplicaBits, event: BlocksStored | BlocksRemoved) -> None:
         tier = _TIERS.get(event.tier)
         if tier is None:
             return
         hashes: list[int] = np.frombuffer(event.block_hashes, "<u8").tolist()
         if isinstance(event, BlocksStored):
             if event.block_size != self.block_size:
-                expected = f"expected {self.block_size} tokens, as all replicas have"
-                raise ConfigError(f"events.block_size: {expected}, got {event.block_size}")
-            known.tiers[tier] = known.tiers[tier] or self.index.add_holder()
-            self.index.store(known.tiers[tier], hashes, None if tier == _DEVICE else self._max_blocks_of_stores)
+                raise ConfigError(
+                    f"events.block_size: expected {self.block_size} tokens, as all replicas have, "
+                    f"got {event.block_size}"
+                )
+            replica.tiers[tier] = replica.tiers[tier] or self.index.add_holder()
+            self.index.store(replica.tiers[tier], hashes, None if tier == _DEVICE else self._max_blocks_of_stores)
         else:
-            self.index.remove(known.tiers[tier] | (known.expected if tier == _DEVICE else 0), hashes)
+            self.index.remove(replica.tiers[tier] | (replica.expected if tier == _DEVICE else 0), hashes)

@@ -77,7 +77,7 @@ class ReplicaChoice:
 RoutingPolicy = Callable[[RoutedPrompt, Sequence[Candidate]], ReplicaChoice]
 
 PREFIX = "prefix"
-_THRESHOLD = 0.3  # the default of SGLang's gateway
+_THRESHOLD_SHARE = 0.3  # the default of SGLang's gateway
 
 
 def choose(
@@ -99,29 +99,37 @@ def choose(
     Complexity: O(candidates).
     """
     least_match_tokens = weights.least_match_tokens
-    totals = [sum(each.hits) for each in candidates]
-    useful = [each.hits for each in candidates]
-    for index, total in enumerate(totals):
-        if total < least_match_tokens:
-            totals[index] = 0
-            useful[index] = NO_HITS
-    longest = max(totals)
-    homes = sum(longest - total < least_match_tokens for total in totals) if longest else 0
-    needs_new_home = bool(longest) and prompt.demand > homes * weights.home_share
+    hit_tokens = [sum(each.hits) for each in candidates]
+    useful_hits = [each.hits for each in candidates]
+    for index, num_tokens in enumerate(hit_tokens):
+        if num_tokens < least_match_tokens:
+            hit_tokens[index] = 0
+            useful_hits[index] = NO_HITS
+    longest_tokens = max(hit_tokens)
+    # A replica is a home of the prefix if its match is shorter than the longest one by less than the minimum match.
+    num_homes = 0
+    if longest_tokens:
+        num_homes = sum(longest_tokens - num_tokens < least_match_tokens for num_tokens in hit_tokens)
+    needs_new_home = bool(longest_tokens) and prompt.demand > num_homes * weights.home_share
     if needs_new_home:
-        useful = [Hits(device=longest) if total < longest else hits for hits, total in zip(useful, totals, strict=True)]
+        longest_hits = Hits(device=longest_tokens)
+        useful_hits = [
+            longest_hits if num_tokens < longest_tokens else hits
+            for hits, num_tokens in zip(useful_hits, hit_tokens, strict=True)
+        ]
     prompt_tokens = prompt.prompt_tokens
     queue_weight = weights.queue_weight
     balance = weights.balance
     costs = [
         times.seconds(prompt_tokens, hits) + queue_weight * ((queue_tokens + balance * recent_tokens) * times.compute_s)
-        for hits, (_, _, queue_tokens, recent_tokens, times) in zip(useful, candidates, strict=True)
+        for hits, (_, _, queue_tokens, recent_tokens, times) in zip(useful_hits, candidates, strict=True)
     ]
     lowest_s = min(costs)
     slack_s = weights.slack_s
-    equals = [index for index, cost_s in enumerate(costs) if cost_s - lowest_s < slack_s]
-    best = max(equals, key=lambda index: (totals[index], _draw(prompt.key, candidates[index].name)))
-    return ReplicaChoice(best, candidates[best].hits, costs[best], needs_new_home and totals[best] < longest)
+    equal_indices = [index for index, cost_s in enumerate(costs) if cost_s - lowest_s < slack_s]
+    best_index = max(equal_indices, key=lambda index: (hit_tokens[index], _draw(prompt.key, candidates[index].name)))
+    is_new_home = needs_new_home and hit_tokens[best_index] < longest_tokens
+    return ReplicaChoice(best_index, candidates[best_index].hits, costs[best_index], is_new_home)
 
 
 def make_routing(name: str, weights: RoutingWeights = DEFAULT_WEIGHTS) -> RoutingPolicy:
@@ -142,34 +150,36 @@ def make_routing(name: str, weights: RoutingWeights = DEFAULT_WEIGHTS) -> Routin
     return _MAKERS[name](weights)
 
 
-def _round_robin() -> RoutingPolicy:
+def _make_round_robin() -> RoutingPolicy:
     turns = itertools.count()
-    return lambda prompt, candidates: _choice(candidates, next(turns) % len(candidates))
+    return lambda prompt, candidates: _choice_of(candidates, next(turns) % len(candidates))
 
 
-def _random() -> RoutingPolicy:
-    draw = random.Random(0)
-    return lambda prompt, candidates: _choice(candidates, draw.randrange(len(candidates)))
+def _make_random() -> RoutingPolicy:
+    rng = random.Random(0)
+    return lambda prompt, candidates: _choice_of(candidates, rng.randrange(len(candidates)))
 
 
-def _threshold(prompt: RoutedPrompt, candidates: Sequence[Candidate]) -> ReplicaChoice:
-    choice = _best(candidates, _longest)
-    return choice if choice.hits.total >= _THRESHOLD * prompt.prompt_tokens else _best(candidates, _load)
+def _choose_by_threshold(prompt: RoutedPrompt, candidates: Sequence[Candidate]) -> ReplicaChoice:
+    choice = _choose_lowest(candidates, _longest_prefix_key)
+    if choice.hits.total < _THRESHOLD_SHARE * prompt.prompt_tokens:
+        return _choose_lowest(candidates, _load_key)
+    return choice
 
 
-def _longest(candidate: Candidate) -> tuple[float, ...]:
-    return (-candidate.hits.total, *_load(candidate))
+def _longest_prefix_key(candidate: Candidate) -> tuple[float, ...]:
+    return (-candidate.hits.total, *_load_key(candidate))
 
 
-def _load(candidate: Candidate) -> tuple[float, float]:
+def _load_key(candidate: Candidate) -> tuple[float, float]:
     return candidate.queue_tokens, candidate.recent_tokens
 
 
-def _best(candidates: Sequence[Candidate], key: Callable[[Candidate], tuple[float, ...]]) -> ReplicaChoice:
-    return _choice(candidates, min(range(len(candidates)), key=lambda index: key(candidates[index])))
+def _choose_lowest(candidates: Sequence[Candidate], key: Callable[[Candidate], tuple[float, ...]]) -> ReplicaChoice:
+    return _choice_of(candidates, min(range(len(candidates)), key=lambda index: key(candidates[index])))
 
 
-def _choice(candidates: Sequence[Candidate], index: int) -> ReplicaChoice:
+def _choice_of(candidates: Sequence[Candidate], index: int) -> ReplicaChoice:
     return ReplicaChoice(index, candidates[index].hits, 0.0)
 
 
@@ -178,13 +188,13 @@ def _draw(key: int, name: str) -> int:
     return xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"), seed=key & (2**64 - 1))
 
 
-# The functions that make the policies from the weights of `prefix`.
+# By name: a function that makes the policy from the weights, which only `prefix` uses.
 _MAKERS: dict[str, Callable[[RoutingWeights], RoutingPolicy]] = {
     PREFIX: lambda weights: lambda prompt, candidates: choose(prompt, candidates, weights),
-    "threshold": lambda weights: _threshold,
-    "longest-prefix": lambda weights: lambda prompt, candidates: _best(candidates, _longest),
-    "least-loaded": lambda weights: lambda prompt, candidates: _best(candidates, _load),
-    "round-robin": lambda weights: _round_robin(),
-    "random": lambda weights: _random(),
+    "threshold": lambda weights: _choose_by_threshold,
+    "longest-prefix": lambda weights: lambda prompt, candidates: _choose_lowest(candidates, _longest_prefix_key),
+    "least-loaded": lambda weights: lambda prompt, candidates: _choose_lowest(candidates, _load_key),
+    "round-robin": lambda weights: _make_round_robin(),
+    "random": lambda weights: _make_random(),
 }
 ROUTINGS = tuple(_MAKERS)

@@ -30,7 +30,7 @@ class PrefixDemand:
         self._memory_s = memory_s
         self._max_prefixes = max_prefixes
         self._clock = clock
-        # For each prefix: seconds of work, and the time as of which the weights apply.
+        # By prefix: the decayed seconds of work, and the time up to which they are decayed.
         self._work: OrderedDict[int, tuple[float, float]] = OrderedDict()
 
     def __len__(self) -> int:

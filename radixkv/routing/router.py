@@ -78,6 +78,7 @@ class Router:
         self._choose = choose
         self._identities = identities
         self._times = times
+        # The last routed prompt, until `remember`: its replica, its blocks, and how many of them are on that device.
         self._unrecorded: tuple[str, PromptBlocks, int] | None = None
 
     def join(self, name: str) -> None:
@@ -117,7 +118,7 @@ class Router:
         names = [name for name in self.view.names if name not in avoid]
         if not names:
             raise NoReplica("replicas: expected at least one that may get the request, got none")
-        candidates, prompt, most_tokens = self._candidates(blocks, names, namespace.tenant)
+        candidates, prompt, most_tokens = self._match_replicas(blocks, names, namespace.tenant)
         choice = self._choose(prompt, candidates)
         name = names[choice.index]
         times = candidates[choice.index].times
@@ -147,19 +148,28 @@ class Router:
         """
         return self.load.finished(route.name, route.ticket, computed_tokens)
 
-    def _candidates(
+    def _match_replicas(
         self, blocks: PromptBlocks, names: list[str], tenant: str
     ) -> tuple[list[Candidate], RoutedPrompt, int]:
-        """Match the prompt with each replica, hashing its blocks only as far as any replica has them."""
-        while not blocks.are_all_hashed and self.view.index.holders_of(blocks.hash_next()[-1]):
-            pass
+        """Match the prompt with each replica, and look up the load of the replicas.
+
+        Returns:
+            The candidates, the prompt for the policy, and the largest number of tokens that any candidate has cached.
+        """
+        while not blocks.are_all_hashed:  # hash blocks only as far as any replica has them
+            last_hash = blocks.hash_next()[-1]
+            if not self.view.index.holders_of(last_hash):
+                break
         hits = self.view.match(blocks.hashes, names)
-        totals = [sum(each) for each in hits]
-        most_tokens = max(totals, default=0)
-        key = blocks.hashes[max(0, most_tokens // self.view.block_size - 1)] if blocks.hashes else 0
-        waits = self.load.waits(names, tenant, [blocks.num_tokens - total for total in totals])
+        hit_tokens = [sum(replica_hits) for replica_hits in hits]
+        most_tokens = max(hit_tokens, default=0)
+        prefix_key = 0
+        if blocks.hashes:
+            num_matched_blocks = most_tokens // self.view.block_size
+            prefix_key = blocks.hashes[max(0, num_matched_blocks - 1)]
+        waits = self.load.waits(names, tenant, [blocks.num_tokens - cached_tokens for cached_tokens in hit_tokens])
         candidates = [
             Candidate(name, replica_hits, wait_tokens, recent_tokens, self._times(name))
             for name, replica_hits, (wait_tokens, recent_tokens) in zip(names, hits, waits, strict=True)
         ]
-        return candidates, RoutedPrompt(blocks.num_tokens, key, self._demand.of(key)), most_tokens
+        return candidates, RoutedPrompt(blocks.num_tokens, prefix_key, self._demand.of(prefix_key)), most_tokens

@@ -84,13 +84,15 @@ class DayFiles:
             raise StoreUnavailable(f"statements: {path} cannot be read: {error.strerror}") from error
         except (ValueError, OverflowError, RecursionError) as error:
             new_path = _free_path(path)
-            _log.error(
-                "statements: %s is damaged (%s); it is now %s, and its day is missing", path, error, new_path.name
-            )
             try:
                 path.rename(new_path)
             except OSError as failure:
-                raise StoreUnavailable(f"statements: {path} cannot be renamed: {failure.strerror}") from failure
+                raise StoreUnavailable(
+                    f"statements: {path} is damaged and cannot be renamed: {failure.strerror}"
+                ) from failure
+            _log.error(
+                "statements: %s is damaged (%s); it is now %s, and its day is missing", path, error, new_path.name
+            )
             return None
 
     def write(self, day: int, use: DayUse) -> None:
@@ -104,8 +106,8 @@ class DayFiles:
             tenant: {name: number for name, number in each._asdict().items() if number}
             for tenant, each in use.tenants.items()
         }
-        tree = {"format": _FORMAT, "covered_s": use.covered_s, "tenants": tenants}
-        replace_file(self._path(day), json.dumps(tree).encode("ascii"))
+        document = {"format": _FORMAT, "covered_s": use.covered_s, "tenants": tenants}
+        replace_file(self._path(day), json.dumps(document).encode("ascii"))
 
     def prune(self, today: int) -> None:
         """Delete the files of days that are too old.
@@ -150,13 +152,13 @@ def _parse_day(data: bytes) -> DayUse:
     Raises:
         ValueError, OverflowError, RecursionError: the file is damaged. The message names no tenant.
     """
-    tree = json.loads(data)
-    if not isinstance(tree, dict) or tree.get("format") != _FORMAT:
+    document = json.loads(data)
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise ValueError(f"expected format {_FORMAT}")
-    tenants = tree.get("tenants")
+    tenants = document.get("tenants")
     if not isinstance(tenants, dict):
         raise ValueError("expected tenants")
-    covered_s = float(_require_number(tree.get("covered_s")))
+    covered_s = float(_require_number(document.get("covered_s")))
     return DayUse(covered_s, {tenant: _parse_use(numbers) for tenant, numbers in tenants.items()})
 
 
@@ -169,7 +171,7 @@ def _parse_use(numbers: Any) -> Use:
 def _require_number(value: Any) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0:
-        raise ValueError("expected a number from 0")
+        raise ValueError("expected a finite number of at least 0")
     return value
 
 

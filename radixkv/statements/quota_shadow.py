@@ -19,13 +19,13 @@ from radixkv.tokens import TOKEN_BYTES
 MAX_SAMPLED_BLOCKS = 16_384  # maximum capacity of the larger shadow of a tenant
 _MAX_WAITING_BYTES = 64 * 2**20
 _REQUEST_BYTES = 512  # memory of a queued request besides its tokens; measured: 280
-_FIELD = "more_hit_tokens_at_twice_ceiling"
+_LEDGER_FIELD = "more_hit_tokens_at_twice_ceiling"
 
 _log = logging.getLogger(__name__)
 
 
 class ShadowRequest(NamedTuple):
-    """A request that had its first token.
+    """A request whose first token was generated.
 
     Attributes:
         seed: seed of its namespace; see `Namespace.seed`.
@@ -51,9 +51,9 @@ class PrefixHashes:
         """Return a 64-bit hash of each token together with all tokens before it; uint64 `[num_tokens]`."""
         num_tokens = len(tokens) // TOKEN_BYTES
         if self._factors.size < num_tokens:
-            num_more = max(num_tokens, 4096) - self._factors.size
-            more = self._random.integers(2**64 - 1, size=num_more, dtype=np.uint64) | np.uint64(1)
-            self._factors = np.concatenate((self._factors, more))
+            num_new_factors = max(num_tokens, 4096) - self._factors.size
+            new_factors = self._random.integers(2**64 - 1, size=num_new_factors, dtype=np.uint64) | np.uint64(1)
+            self._factors = np.concatenate((self._factors, new_factors))
         ids = np.frombuffer(tokens, "<u4", num_tokens).astype(np.uint64) + np.uint64(1)
         hashes: npt.NDArray[np.uint64] = np.cumsum(ids * self._factors[:num_tokens])
         hashes ^= np.uint64(seed)
@@ -122,12 +122,12 @@ class QuotaShadow:
     """
 
     def __init__(self, ceiling_blocks: int, block_size: int) -> None:
-        self._rate = 1
-        while 2 * ceiling_blocks > MAX_SAMPLED_BLOCKS * self._rate:
-            self._rate *= 2
+        self._blocks_per_sample = 1  # 2**k
+        while 2 * ceiling_blocks > MAX_SAMPLED_BLOCKS * self._blocks_per_sample:
+            self._blocks_per_sample *= 2
         self._block_size = block_size
-        self._small = _Shadow(max(1, ceiling_blocks // self._rate))
-        self._large = _Shadow(max(1, 2 * ceiling_blocks // self._rate))
+        self._small = _Shadow(max(1, ceiling_blocks // self._blocks_per_sample))
+        self._large = _Shadow(max(1, 2 * ceiling_blocks // self._blocks_per_sample))
 
     def replay(self, hashes: npt.NDArray[np.uint64], num_read_tokens: int, num_written_tokens: int) -> int:
         """Replay a request.
@@ -141,14 +141,14 @@ class QuotaShadow:
         """
         size = self._block_size
         ends = hashes[size - 1 :: size]
-        indices = np.flatnonzero((ends & np.uint64(self._rate - 1)) == 0)
+        indices = np.flatnonzero((ends & np.uint64(self._blocks_per_sample - 1)) == 0)
         blocks = list(zip(indices.tolist(), ends[indices].tolist(), strict=True))
         shadows = (self._small, self._large)
         num_saved = [self._count_saved(shadow, blocks, hashes, num_read_tokens) for shadow in shadows]
         for shadow in shadows:
             self._write(shadow, blocks, hashes, num_written_tokens)
             shadow.evict()
-        return max(0, num_saved[1] - num_saved[0]) * self._rate
+        return max(0, num_saved[1] - num_saved[0]) * self._blocks_per_sample
 
     def _count_saved(
         self, shadow: _Shadow, blocks: Sequence[tuple[int, int]], hashes: npt.NDArray[np.uint64], num_read_tokens: int
@@ -177,12 +177,12 @@ class QuotaShadow:
             end = (index + 1) * self._block_size
             if end > num_written_tokens and key not in shadow.blocks:
                 continue
-            num_more = num_written_tokens - end
+            num_tail_tokens = num_written_tokens - end
             tail = shadow.tails.get(key)
-            if tail is not None and num_more > tail.num_tokens and _continues(hashes, end, tail):
+            if tail is not None and num_tail_tokens > tail.num_tokens and _continues(hashes, end, tail):
                 shadow.drop_tail(key)
-            if 0 < num_more < self._block_size:
-                shadow.touch_tail(key, _Tail(num_more, int(hashes[num_written_tokens - 1])))
+            if 0 < num_tail_tokens < self._block_size:
+                shadow.touch_tail(key, _Tail(num_tail_tokens, int(hashes[num_written_tokens - 1])))
             shadow.touch(key)
 
 
@@ -213,7 +213,7 @@ class QuotaShadows:
         self._queue: queue.SimpleQueue[tuple[str, ShadowRequest] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards the next two attributes
         self._num_waiting_bytes = 0
-        self._more_tokens: Counter[str] = Counter()
+        self._num_saved_tokens: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="radixkv-quota-shadows", daemon=True)
         self._thread.start()
 
@@ -238,9 +238,9 @@ class QuotaShadows:
     def settle(self, ledger: TenantLedger) -> None:
         """Add the results since the last call to the ledger. For the engine's thread."""
         with self._lock:
-            more_tokens, self._more_tokens = self._more_tokens, Counter()
-        for tenant, number in more_tokens.items():
-            ledger.count(tenant, {_FIELD: number})
+            num_saved_tokens, self._num_saved_tokens = self._num_saved_tokens, Counter()
+        for tenant, number in num_saved_tokens.items():
+            ledger.count(tenant, {_LEDGER_FIELD: number})
 
     def close(self) -> None:
         """Replay the queued requests, and end the thread."""
@@ -252,11 +252,11 @@ class QuotaShadows:
             tenant, request = item
             hashes = self._hashes.compute(request.tokens, request.seed)
             shadow = self._shadows[tenant]
-            num_more_tokens = shadow.replay(hashes, request.num_read_tokens, request.num_written_tokens)
+            num_saved_tokens = shadow.replay(hashes, request.num_read_tokens, request.num_written_tokens)
             with self._lock:
                 self._num_waiting_bytes -= _num_bytes(request)
-                if num_more_tokens:
-                    self._more_tokens[tenant] += num_more_tokens
+                if num_saved_tokens:
+                    self._num_saved_tokens[tenant] += num_saved_tokens
 
 
 def _num_bytes(request: ShadowRequest) -> int:

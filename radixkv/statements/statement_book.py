@@ -113,13 +113,14 @@ class StatementBook:
         covered_s = 0.0
         uses: dict[tuple[str, str], Use] = {}
         for day in range(days.first, days.end):
-            use = present[day] if day in present else self._files.read(day)
-            if use is None:
+            day_use = present[day] if day in present else self._files.read(day)
+            if day_use is None:
                 continue
-            covered_s += use.covered_s
-            for name in use.tenants if tenant is None else {tenant} & use.tenants.keys():
+            covered_s += day_use.covered_s
+            names = day_use.tenants.keys() if tenant is None else day_use.tenants.keys() & {tenant}
+            for name in names:
                 key = period_of(day), name
-                uses[key] = uses.get(key, Use()).plus(use.tenants[name])
+                uses[key] = uses.get(key, Use()).plus(day_use.tenants[name])
             if len(uses) > MAX_LINES:
                 raise InvalidRequest(
                     f"statement: expected at most {MAX_LINES} lines, got more in {len(days)} days; request fewer days, "
@@ -137,9 +138,10 @@ class StatementBook:
         try:
             for day, use in days.items():
                 self._files.write(day, use)
-            if (today := max(days, default=None)) is not None and today != self._pruned_day:
-                self._files.prune(today)
-                self._pruned_day = today
+            latest_day = max(days, default=None)
+            if latest_day is not None and latest_day != self._pruned_day:
+                self._files.prune(latest_day)
+                self._pruned_day = latest_day
         except OSError as error:
             if not self._is_failing:
                 _log.error("statements: writing failed: %s; it is tried again every %g s", error, self._interval_s)

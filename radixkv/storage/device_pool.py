@@ -15,7 +15,7 @@ from radixkv.kernels.quantization import INT4, is_quantized
 from radixkv.storage.kv_layout import KVFormat
 from radixkv.storage.layer_groups import LayerGroups, LayerLocation
 
-_NAMES = {
+_FORMAT_NAMES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -23,7 +23,7 @@ _NAMES = {
     torch.int8: "int8",
     INT4: "k8v4",
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES_BY_FORMAT_NAME = {name: dtype for dtype, name in _FORMAT_NAMES.items()}
 
 
 class KVHeads(NamedTuple):
@@ -78,15 +78,15 @@ class KVShape:
         """Groups of layers with the same heads, in the order of their first layers."""
         if not self.heads:
             return (tuple(range(self.num_layers)),)
-        layers = range(self.num_layers)
-        return tuple(
-            tuple(layer for layer in layers if self.heads[layer] == each) for each in dict.fromkeys(self.heads)
-        )
+        layers_by_heads: dict[KVHeads, list[int]] = {}
+        for layer, heads in enumerate(self.heads):
+            layers_by_heads.setdefault(heads, []).append(layer)
+        return tuple(map(tuple, layers_by_heads.values()))
 
     @property
     def format(self) -> KVFormat:
         """Format of the stored elements."""
-        return KVFormat(_NAMES[self.dtype], has_scales=is_quantized(self.dtype))
+        return KVFormat(_FORMAT_NAMES[self.dtype], has_scales=is_quantized(self.dtype))
 
     @property
     def token_bytes(self) -> int:
@@ -117,7 +117,7 @@ class KVShape:
             )
         if kv_dtype == "bf16" and self.dtype == torch.float16:
             raise ConfigError("cache.kv_dtype: expected a model in float32 or bfloat16 for bf16, got float16")
-        return dataclasses.replace(self, dtype=_DTYPES[kv_dtype])
+        return dataclasses.replace(self, dtype=_DTYPES_BY_FORMAT_NAME[kv_dtype])
 
 
 class KVStorage:
@@ -175,11 +175,18 @@ class KVStorage:
         self.part_bytes = block_size * sum(shape.of(layers).token_bytes for layers in windowed)
         self.kv_dtype = shape.format.name
 
-        def allocate(number: int, shape: KVShape) -> KVPool:
-            size = (number, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim)
-            by_layer = is_by_layer or not shape.num_layers  # torch can't view blocks of no bytes with another dtype
+        def allocate(num_pool_blocks: int, pool_shape: KVShape) -> KVPool:
             return KVPool.allocate(
-                *size, dtype=shape.dtype, device=device, is_by_layer=by_layer, is_latent=shape.is_latent
+                num_pool_blocks,
+                pool_shape.num_layers,
+                pool_shape.num_kv_heads,
+                block_size,
+                pool_shape.head_dim,
+                dtype=pool_shape.dtype,
+                device=device,
+                # A pool without layers is by layer, because torch can't view blocks of no bytes with another dtype.
+                is_by_layer=is_by_layer or not pool_shape.num_layers,
+                is_latent=pool_shape.is_latent,
             )
 
         try:
@@ -222,14 +229,18 @@ def divided_layers(shape: KVShape, groups: LayerGroups | None) -> LayersByPool:
         return LayersByPool(shape.alike, ())
 
     def select(*, is_windowed: bool) -> tuple[tuple[int, ...], ...]:
-        pools = (tuple(each for each in layers if groups.are_windowed[each] == is_windowed) for layers in shape.alike)
-        return tuple(filter(None, pools))
+        selected = (
+            tuple(layer for layer in layers if groups.are_windowed[layer] == is_windowed) for layers in shape.alike
+        )
+        return tuple(filter(None, selected))  # without the shapes that no selected layer has
 
     return LayersByPool(select(is_windowed=False) or ((),), select(is_windowed=True))
 
 
-def _layer_locations(pools: Sequence[Sequence[int]], num_layers: int) -> tuple[LayerLocation, ...]:
+def _layer_locations(layers_by_pool: Sequence[Sequence[int]], num_layers: int) -> tuple[LayerLocation, ...]:
     locations = {
-        layer: LayerLocation(pool, index) for pool, layers in enumerate(pools) for index, layer in enumerate(layers)
+        layer: LayerLocation(pool, index)
+        for pool, layers in enumerate(layers_by_pool)
+        for index, layer in enumerate(layers)
     }
     return tuple(locations[layer] for layer in range(num_layers))

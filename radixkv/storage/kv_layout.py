@@ -103,10 +103,10 @@ class HeadKV:
         if self.num_query_heads is not None:
             _require_multiple("num_query_heads", self.num_query_heads, "tp", tensor_parallel)
         # Rank r reads KV heads [r * heads / ranks, (r + 1) * heads / ranks), rounded up to whole heads.
-        # In lowest terms, the worst start is (ranks - 1) / ranks into a head.
-        common = math.gcd(self.num_kv_heads, tensor_parallel)
-        heads = self.num_kv_heads // common
-        ranks = tensor_parallel // common
+        # With heads / ranks in lowest terms, the worst case is a rank that starts (ranks - 1) / ranks into a head.
+        divisor = math.gcd(self.num_kv_heads, tensor_parallel)
+        heads = self.num_kv_heads // divisor
+        ranks = tensor_parallel // divisor
         return -(-(heads + ranks - 1) // ranks)
 
     def _bytes_of_heads(self, num_kv_heads: int, kv_format: KVFormat) -> int:

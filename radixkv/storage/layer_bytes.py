@@ -70,10 +70,10 @@ class LayerBytes:
         Returns:
             The payload itself if all layers are requested; otherwise a copy, so that the other layers can be freed.
         """
-        first = layers.first
-        end = layers.first + layers.num
         if layers.num == self.num_layers:
             return payload
+        first = layers.first
+        end = layers.first + layers.num
         values = payload[first * self.value_bytes : end * self.value_bytes]
         scales = payload[self.num_layers * self.value_bytes :]
         return memoryview(b"".join((values, scales[first * self.scale_bytes : end * self.scale_bytes])))
@@ -89,10 +89,11 @@ def payload_layout(pools: Sequence[KVPool], part_pools: Sequence[KVPool] = ()) -
     """
     layout = "; then ".join(_layout_of(pool, is_only=len(pools) == 1) for pool in pools)
     if part_pools:
-        parts = payload_layout(part_pools)
-        same = "the same" if parts == layout else parts
+        part_layout = payload_layout(part_pools)
+        if part_layout == layout:
+            part_layout = "the same"
         num_windowed = sum(pool.num_layers for pool in part_pools)
-        return f"{layout}; then {same} of {num_windowed} windowed layers, if they have it"
+        return f"{layout}; then {part_layout} of {num_windowed} windowed layers, if they have it"
     return layout
 
 

@@ -46,8 +46,12 @@ class LayerGroups:
             max_tokens: length of the longest sequence; None if unlimited. A layer is windowed if its window is shorter.
         """
         are_windowed = tuple(window is not None and (max_tokens is None or window < max_tokens) for window in windows)
-        used = [window for window, is_windowed in zip(windows, are_windowed, strict=True) if is_windowed]
-        return cls(are_windowed, max((window for window in used if window is not None), default=0))
+        windows_in_use = [
+            window
+            for window, is_windowed in zip(windows, are_windowed, strict=True)
+            if is_windowed and window is not None
+        ]
+        return cls(are_windowed, max(windows_in_use, default=0))
 
     @property
     def num_windowed(self) -> int:

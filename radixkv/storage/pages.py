@@ -33,14 +33,17 @@ def release_pages(pool: KVPool, is_free: npt.NDArray[np.bool_], is_touched: npt.
     """
     edges = np.flatnonzero(np.diff(np.concatenate(([False], is_free, [False])).astype(np.int8)))
     num_touched = np.concatenate(([0], np.cumsum(is_touched & is_free)))
-    runs = [(int(a), int(b)) for a, b in edges.reshape(-1, 2) if num_touched[b] > num_touched[a]]
-    blocks, page = pool.blocks, mmap.PAGESIZE
-    stride, *inner = blocks.stride()
-    for index in itertools.product(*map(range, blocks.shape[1:-1])):
-        base = blocks.data_ptr() + sum(at * step for at, step in zip(index, inner, strict=False))
+    runs = [(int(first), int(end)) for first, end in edges.reshape(-1, 2) if num_touched[end] > num_touched[first]]
+    blocks, page_bytes = pool.blocks, mmap.PAGESIZE  # `blocks` has elements of one byte, so its strides are in bytes
+    block_stride, *region_strides, _ = blocks.stride()
+    # In a pool ordered by layer, each index (layer, K or V, head) is a region that holds a part of every block. In a
+    # pool ordered by block there is one region, with the empty index.
+    for region in itertools.product(*map(range, blocks.shape[1:-1])):
+        offset = sum(index * stride for index, stride in zip(region, region_strides, strict=True))
+        base = blocks.data_ptr() + offset
         for first, end in runs:
-            start = -(-(base + first * stride) // page) * page
-            size = (base + end * stride) // page * page - start
+            start = -(-(base + first * block_stride) // page_bytes) * page_bytes
+            size = (base + end * block_stride) // page_bytes * page_bytes - start
             if size > 0 and not _advise(start, size, mmap.MADV_DONTNEED):
                 return False
     return True

@@ -120,7 +120,7 @@ def explain_changed(cache: PrefixCache, text: str, now: Namespace = NEW, former:
 
 
 def drain(cache: PrefixCache, namespace: Namespace) -> None:
-    all_slices(cache.purging_adapter(namespace.adapter))
+    all_slices(cache.purge_adapter_in_slices(namespace.adapter))
 
 
 def test_tokens_cached_under_the_former_adapter_are_reported_as_adapter_changed() -> None:

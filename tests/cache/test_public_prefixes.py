@@ -146,7 +146,7 @@ def test_a_prefix_in_which_an_adapter_is_invoked_serves_the_model_up_to_there() 
     cache.public.activate(prefix)
     assert _serve(cache, _ACME, spell("abcdefghijk")) == (6, 6)
     assert _serve(cache, _OTHER, cache.marks.invocation("c0ffee", 6).marked(spell("abcdefghijk"))) == (10, 10)
-    all_slices(cache.purging_adapter("c0ffee"))
+    all_slices(cache.purge_adapter_in_slices("c0ffee"))
     assert not list(cache.public)
     cache.check()
 

@@ -167,7 +167,7 @@ def test_namespaces_that_are_in_use_are_purged_in_slices_as_well(monkeypatch: py
         namespace = Namespace("model", "acme", "", str(number))
         publish(cache, "aaaabbbb", namespace)
         leases.append(lease_text(cache, "aaaabbbbc", namespace))
-    num_left, purging = [], cache.purging()
+    num_left, purging = [], cache.purge_in_slices()
     while next(purging, "over") is None:
         cache.check()
         num_left.append(cache.num_namespaces)
@@ -203,7 +203,7 @@ def test_leases_of_what_is_named_are_revoked_and_no_others(wanted: dict[str, str
 def test_a_purge_in_slices_removes_namespaces_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.cache.purge._MAX_REMOVED", 6)  # two namespaces
     cache = make_cache()
-    purging = cache.purging()
+    purging = cache.purge_in_slices()
     next(purging)
     assert len(left(cache)) == 2
     assert all_slices(purging) == Purged(16, 0)
@@ -219,7 +219,7 @@ def test_a_large_tree_is_removed_in_slices_and_what_is_in_use_last(monkeypatch: 
     cache.retain(PLAIN, spell(texts[5]), Retention(priority=80))
     used = lease_text(cache, texts[3] + "!")
     num_left = [len(cache.segments)]
-    purging = cache.purging()
+    purging = cache.purge_in_slices()
     while (purged := next(purging, None)) is None and len(cache.segments):
         cache.check()
         num_left.append(len(cache.segments))
@@ -234,7 +234,7 @@ def test_a_large_tree_is_removed_in_slices_and_what_is_in_use_last(monkeypatch: 
 
 def test_examining_namespaces_is_done_in_slices_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.cache.purge._MAX_EXAMINED", 3)
-    purging = make_cache().purging(salt="unknown")
+    purging = make_cache().purge_in_slices(salt="unknown")
     next(purging)
     with pytest.raises(StopIteration):
         next(purging)
@@ -246,7 +246,7 @@ def test_operations_between_the_slices_of_a_purge_leave_nothing_from_before_it(
     monkeypatch.setattr("radixkv.cache.purge._MAX_REMOVED", 3)  # one namespace
     cache = make_cache()
     before = lease_text(cache, "aaaabbbbccDD", SALT)
-    purging = cache.purging()
+    purging = cache.purge_in_slices()
     next(purging)
     assert left(cache) == {TENANT, ADAPTER, SALT}
     user, newcomer = lease_text(cache, "aaaabbbbccDD", ADAPTER), lease_text(cache, "aaaa", PLAIN)
@@ -269,7 +269,7 @@ def test_a_namespace_that_was_evicted_and_cached_again_between_slices_is_another
 ) -> None:
     monkeypatch.setattr("radixkv.cache.purge._MAX_REMOVED", 1)
     cache = make_cache()
-    purging = cache.purging()
+    purging = cache.purge_in_slices()
     next(purging)
     cache.evict(64)
     publish(cache, "aaaabbbbcc", TENANT)
@@ -294,19 +294,19 @@ def test_purged_and_evicted_nodes_are_freed_without_a_collection() -> None:
 def test_what_no_request_uses_is_dropped_in_the_named_namespaces_of_the_tenant() -> None:
     cache = make_cache()
     publish(cache, "aaaa", Namespace("model", "", "lora"))
-    assert all_slices(cache.dropping("acme", adapter="lora", evicts=False)) == (2 * 16, False)
+    assert all_slices(cache.drop_in_slices("acme", adapter="lora", evicts=False)) == (2 * 16, False)
     assert left(cache) == {PLAIN, TENANT}
     assert cached(cache, "aaaa", Namespace("model", "", "lora")) == 4
-    assert all_slices(cache.dropping("acme", salt="", evicts=True)) == (16, False)
+    assert all_slices(cache.drop_in_slices("acme", salt="", evicts=True)) == (16, False)
     assert left(cache) == {PLAIN}
     assert cache.num_evicted_blocks == 4
-    assert all_slices(cache.dropping("acme", evicts=True)) == (0, False)
+    assert all_slices(cache.drop_in_slices("acme", evicts=True)) == (0, False)
 
 
 def test_what_requests_use_stays_when_a_namespace_is_dropped() -> None:
     cache = make_cache()
     lease = lease_text(cache, "aaaabbbbccDD", TENANT)
-    assert all_slices(cache.dropping("acme", adapter="", evicts=False)) == (4, True)
+    assert all_slices(cache.drop_in_slices("acme", adapter="", evicts=False)) == (4, True)
     assert not lease.is_revoked
     lease.close()
     assert cached(cache, "aaaabbbbcc", TENANT) == 10
@@ -319,7 +319,7 @@ def test_a_slice_drops_at_most_128_nodes_and_examines_at_most_1024_namespaces() 
         publish(cache, f"{number:04}", TENANT)
     for number in range(2000):
         publish(cache, "aaaa", Namespace("model", "acme", "", str(number)))
-    left_blocks = [cache.pool.num_published for _ in cache.dropping("acme", salt="", evicts=False)]
+    left_blocks = [cache.pool.num_published for _ in cache.drop_in_slices("acme", salt="", evicts=False)]
     assert left_blocks == [
         2000 + 172,
         2000 + 44,
@@ -334,8 +334,8 @@ def test_sessions_of_dropped_namespaces_are_not_loaded_again() -> None:
         with cache.lease(namespace, spell("aaaabbbb"), session_id=namespace.salt or "plain") as lease:
             lease.commit(8)
             lease.awaits = Awaits.TOOL
-    all_slices(cache.dropping("acme", salt="salt", evicts=True))
-    assert [session.session_id for session in cache.sessions.returning(1000.0, 10)] == ["plain"]
+    all_slices(cache.drop_in_slices("acme", salt="salt", evicts=True))
+    assert [session.session_id for session in cache.sessions.pop_returning(1000.0, 10)] == ["plain"]
     cache.check()
 
 
@@ -346,7 +346,7 @@ def test_the_sessions_of_a_slice_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
         with cache.lease(TENANT, spell("aaaabbbb"), session_id=str(number)) as lease:
             lease.commit(8)
             lease.awaits = Awaits.TOOL
-    assert len(list(cache.sessions.expect_none("acme", None, None))) == 2
+    assert len(list(cache.sessions.expect_none_in_slices("acme", None, None))) == 2
     assert cache.sessions.next_return_s is None
 
 
@@ -357,7 +357,7 @@ def test_a_purge_forgets_the_prompts_of_sessions_in_slices(monkeypatch: pytest.M
         for namespace in (TENANT, PLAIN):
             with cache.lease(namespace, spell("aaaabbbb"), session_id=str(number)) as lease:
                 lease.commit(8)
-    num_left = [cache.sessions.num_of("acme") for _ in cache.purging(tenant="acme")]
+    num_left = [cache.sessions.num_of("acme") for _ in cache.purge_in_slices(tenant="acme")]
     assert num_left == [4, 3, 2, 1, 0]
     assert cache.sessions.num_of("") == 5
     cache.check()
@@ -366,7 +366,7 @@ def test_a_purge_forgets_the_prompts_of_sessions_in_slices(monkeypatch: pytest.M
 def test_a_retention_of_namespaces_reaches_every_node_of_them() -> None:
     cache = make_cache()
     cache.max_retained_blocks = cache._retained.max_blocks = 64
-    grant = all_slices(cache.retaining("acme", Retention(80, ttl_s=9.0), adapter="lora"))
+    grant = all_slices(cache.retain_in_slices("acme", Retention(80, ttl_s=9.0), adapter="lora"))
     assert grant[:3] == (2 * (4 + 6 + 4), 0, 0)
     assert {node.priority for node in cache.nodes() if node.owner.namespace in (ADAPTER, SALT)} == {80}
     assert {node.priority for node in cache.nodes() if node.owner.namespace in (PLAIN, TENANT)} == {50}
@@ -381,10 +381,10 @@ def test_a_retention_of_namespaces_reaches_every_node_of_them() -> None:
 def test_a_retention_of_namespaces_is_bounded_by_what_may_be_retained() -> None:
     cache = make_cache()
     cache.max_retained_blocks = cache._retained.max_blocks = 3
-    grant = all_slices(cache.retaining("acme", Retention(80), adapter="lora"))
+    grant = all_slices(cache.retain_in_slices("acme", Retention(80), adapter="lora"))
     assert grant.granted_tokens + grant.refused_tokens == 2 * (4 + 6 + 4)
     assert cache.num_retained_blocks == 3
-    assert all_slices(cache.retaining("acme", Retention(20), adapter="lora")).refused_tokens == 0
+    assert all_slices(cache.retain_in_slices("acme", Retention(20), adapter="lora")).refused_tokens == 0
     assert cache.num_retained_blocks == 0
     cache.check()
 
@@ -393,11 +393,11 @@ def test_a_retention_of_namespaces_changes_at_most_128_nodes_in_a_slice() -> Non
     cache = PrefixCache(600, 4, clock=FakeClock())
     for number in range(600):
         publish(cache, f"{number:04}", TENANT)
-    slices = cache.retaining("acme", Retention(20), adapter="")
+    slices = cache.retain_in_slices("acme", Retention(20), adapter="")
     next(slices)
     assert sum(node.priority == 20 for node in cache.nodes()) == 128
     cache.evict(500)  # some of those that are not changed yet
     all_slices(slices)
     assert {node.priority for node in cache.nodes()} == {20}
     with pytest.raises(InvalidRequest, match=r"retention\.priority: expected 0 to 100, got 101"):
-        all_slices(cache.retaining("acme", Retention(101), adapter=""))
+        all_slices(cache.retain_in_slices("acme", Retention(101), adapter=""))

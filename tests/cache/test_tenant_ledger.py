@@ -64,8 +64,8 @@ def test_token_seconds_are_those_of_a_recount_on_each_day(seed: int) -> None:
         ledger.resize(tenant, tier, num_more)
         if dice.random() < 0.1:
             ledger.use_of(dice.choice("abcd"))  # reading changes nothing
-        while len(ledger._closed) > 20:
-            ledger.forget([min(ledger._closed)])
+        while len(ledger._closed_days) > 20:
+            ledger.forget([min(ledger._closed_days)])
     days = result_of(ledger.days())
     assert len(days) > 15
     for day, use in days.items():

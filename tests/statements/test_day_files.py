@@ -76,6 +76,19 @@ def test_a_damaged_file_is_renamed_and_logged(
     assert files.read(DAY) == USE
 
 
+def test_the_log_does_not_report_a_rename_that_failed(
+    files: DayFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, target: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", fail)
+    path_of(tmp_path).write_text("{")
+    with pytest.raises(StoreUnavailable, match=r"\.json is damaged and cannot be renamed: Read-only file system"):
+        files.read(DAY)
+    assert caplog.text == ""
+
+
 def test_a_field_of_a_later_version_is_no_damage(files: DayFiles, tmp_path: Path) -> None:
     text = '{"format": 1, "covered_s": 5, "tenants": {"a": {"requests": 1, "later": 2}}, "more": 1}'
     path_of(tmp_path).write_text(text)

@@ -222,7 +222,7 @@ class Adapters:
         for digest in self._names.take_drained():
             assert self._source is not None, "adapters are on"
             self._source.device.remove(digest)
-            self._freeing[digest] = self._cache.purging_adapter(digest)
+            self._freeing[digest] = self._cache.purge_adapter_in_slices(digest)
         if self._freeing and not is_freeing:
             self._free_slice()
 

@@ -603,7 +603,7 @@ class Walk:
 
     def drain(self) -> None:
         adapter = self.random.choice("ab")
-        self._forget(None, adapter, None, lambda: all_slices(self.cache.purging_adapter(adapter)))
+        self._forget(None, adapter, None, lambda: all_slices(self.cache.purge_adapter_in_slices(adapter)))
         self.events["adapters drained"] += 1
 
     def _forget(self, tenant: str | None, adapter: str | None, salt: str | None, forget: Callable[[], Purged]) -> None:
@@ -673,7 +673,7 @@ class Walk:
         num_unused = sum(node.num_blocks for node in nodes if not node.ref_count)
         evicts = self.session_random.random() < 0.5
         before, others, pinned = self._counts(), self._blocks_of_others(tenant), self.cache.num_pinned_blocks
-        dropped = all_slices(self.cache.dropping(tenant, adapter=adapter, salt=salt, evicts=evicts))
+        dropped = all_slices(self.cache.drop_in_slices(tenant, adapter=adapter, salt=salt, evicts=evicts))
         assert dropped == (num_unused * self.world.block_size, any(node.ref_count for node in nodes))
         self._verify_dropped(before, num_unused, evicts=evicts)
         assert (self._blocks_of_others(tenant), self.cache.num_pinned_blocks) == (others, pinned)
@@ -697,7 +697,7 @@ class Walk:
             request = RetentionRequest(start, start + num_tokens, priority, expires_s, only_raise=False)
             expected = expected.joined(self.oracle.retention.retain(identities, request))
         before = self._counts()
-        grant = all_slices(self.cache.retaining(tenant, Retention(priority, ttl_s), adapter=adapter, salt=salt))
+        grant = all_slices(self.cache.retain_in_slices(tenant, Retention(priority, ttl_s), adapter=adapter, salt=salt))
         assert grant[:3] == expected[:3], f"expected {expected}, got {grant}"
         assert self._counts() == before
         self.events["retained of namespaces"] += grant.granted_tokens

@@ -298,7 +298,7 @@ class CollisionWalk:
         digest = self.random.choice((DIGEST, DIGEST, *INVOKED))
         if digest in INVOKED:
             self._close_leases(0)  # what held leases use would stay
-        all_slices(self.cache.purging_adapter(digest))
+        all_slices(self.cache.purge_adapter_in_slices(digest))
         self.public = {name: each for name, each in self.public.items() if each.adapter != digest}
         left = {each.adapter for each in self.namespaces if self._num_tokens(each)}
         left |= {self.cache.marks.digest_of(node.tokens) for node in self.cache.nodes()}

@@ -373,7 +373,7 @@ def frees_public_prefixes_that_are_used(patch: pytest.MonkeyPatch) -> None:
         prefix = unregister(public, name)
         if prefix.lease is not None:
             public._free(prefix)
-            public._leaving.add(prefix)
+            public._draining.add(prefix)
         return prefix
 
     patch.setattr(PublicPrefixes, "unregister", unregister_and_free)
@@ -400,7 +400,7 @@ def forgets_public_prefixes_that_are_computed_in_their_bound(patch: pytest.Monke
     def unregister_at_once(public: PublicPrefixes, name: str) -> PublicPrefix:
         prefix = unregister(public, name)
         if prefix.is_computing:
-            public._leaving.discard(prefix)
+            public._draining.discard(prefix)
         return prefix
 
     patch.setattr(PublicPrefixes, "unregister", unregister_at_once)

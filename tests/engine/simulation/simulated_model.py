@@ -19,7 +19,7 @@ from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.forward import Chunk, pack_tokens
 from radixkv.compute.runner import Launch, StepResult, Wait
-from radixkv.invocation import InvocationMarks, plain
+from radixkv.invocation import InvocationMarks, strip_marks
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from tests.constraints import Rising
 from tests.engine.reference_sampler import draw, penalize
@@ -61,7 +61,7 @@ def path_of(tokens: bytes, invoked: str = "", start: int = 0) -> bytes:
 
 def path_in_tree(tokens: bytes, marks: InvocationMarks) -> bytes:
     """Return the path of tokens that have the cache's marks."""
-    return path_of(plain(tokens), marks.digest_of(tokens), marks.num_plain(tokens))
+    return path_of(strip_marks(tokens), marks.digest_of(tokens), marks.num_plain(tokens))
 
 
 def first_digest(namespace: Namespace) -> int:
@@ -93,7 +93,7 @@ def continuation(namespace: Namespace, prompt: bytes, sampling: Sampling) -> tup
             break
         row = torch.from_numpy(logits_of(content_of(namespace, tokens)))
         if sampling.changes_logits:
-            prompt_ids = np.unique(np.frombuffer(plain(prompt), dtype="<u4")).astype(np.int64)
+            prompt_ids = np.unique(np.frombuffer(strip_marks(prompt), dtype="<u4")).astype(np.int64)
             allowed = None if matcher is None else matcher.allowed()
             row = penalize(row, sampling, prompt_ids, token_ids, sampling.stop_token_ids, allowed)
         if sampling.temperature:
