@@ -294,8 +294,8 @@ def _weka_requests(
         for index, value in enumerate(level):
             here = f"{place}[{index}]"
             fields = _object(value, here)
-            time_ms = _time_ms(fields.get("t"), "t", here, unit)
-            time_ms = None if time_ms is None else start_ms + time_ms
+            offset_ms = _time_ms(fields.get("t"), "t", here, unit)
+            time_ms = None if offset_ms is None else start_ms + offset_ms
             if "requests" not in fields:
                 yield here, fields, time_ms
                 continue
@@ -303,8 +303,8 @@ def _weka_requests(
             if not isinstance(inner, list):
                 raise ConfigError(f"{here}: requests: expected a list of requests, got {shown(inner)}")
             times = [_time_ms(_object(each, here).get("t"), "t", here, unit) or 0.0 for each in inner]
-            is_absolute = time_ms is None or min(times, default=0.0) >= time_ms > 0
-            waiting.append((f"{here}.requests", inner, start_ms if is_absolute else time_ms or 0.0))
+            have_same_origin = offset_ms is None or min(times, default=0.0) >= offset_ms > 0
+            waiting.append((f"{here}.requests", inner, start_ms if have_same_origin else time_ms or 0.0))
 
 
 # vLLM: the log of its K/V events
