@@ -143,8 +143,8 @@ def _position_sum(start: int, end: int) -> float:
 def _terms(measured: MeasuredPrefill, tiers: Sequence[str]) -> list[float]:
     """Return the factors of a model's coefficients for one prefill.
 
-    They are those of `start_s`, `token_s` and `position_s`, then for each tier those of the latency and of the seconds
-    per loaded token. The sum of coefficients times factors is the time to the first token.
+    First the factors of `start_s`, `token_s` and `position_s`, then, for each tier, those of its latency and of its
+    seconds per token. The sum of all coefficients times their factors is the time to the first token.
     """
     terms = [1.0, measured.end - measured.start, _position_sum(measured.start, measured.end)]
     for name in tiers:

@@ -43,9 +43,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MAX_VOCAB_SIZE = 2**32
 _NUM_IDS = 2**64
-_MIN_UNIX_TIME_MS = (
-    1e11  # 1973: if all timestamps are later, they are Unix times, and are made relative to the first one
-)
+_MIN_UNIX_TIME_MS = 1e11  # 1973; if all timestamps are later, they are Unix times, and are counted from the first one
 
 _logger = logging.getLogger(__name__)
 
@@ -173,8 +171,8 @@ def prompt_tokens(request: TraceRequest, *, vocab_size: int, scale: float = 1.0)
     Args:
         request: a request of a trace.
         vocab_size: token ids are in `[0, vocab_size)`; at most 2**32.
-        scale: each id gives `tokens_per_scaled_id(scale, request.tokens_per_id)` tokens; the last id gives the part of
-            them that the prompt has of it, rounded, at least 1.
+        scale: each id gives `tokens_per_scaled_id(scale, request.tokens_per_id)` tokens. The last id gives the same
+            share of them as in the unscaled prompt, rounded, at least 1.
 
     Returns:
         uint32 `[num_tokens]`, owned by the caller.
@@ -185,7 +183,7 @@ def prompt_tokens(request: TraceRequest, *, vocab_size: int, scale: float = 1.0)
     tokens_per_id = tokens_per_scaled_id(scale, request.tokens_per_id)
     num_full_ids = len(request.hash_ids) - 1
     unscaled_last_tokens = request.input_length - request.tokens_per_id * num_full_ids
-    # Scaled and rounded in integers.
+    # Rounded, in integers.
     last_tokens = (unscaled_last_tokens * tokens_per_id + request.tokens_per_id // 2) // request.tokens_per_id
     tokens = _generate_blocks(request.hash_ids, tokens_per_id, vocab_size).reshape(-1)
     return tokens[: tokens_per_id * num_full_ids + max(1, last_tokens)]

@@ -127,11 +127,11 @@ def detect_format(record: Record) -> TraceFormat:
 # Mooncake, and formats with the same fields
 
 
-def _read_mooncake(records: Iterable[Record], unit: TimeUnit, *, trace: str) -> Iterator[RecordedRequest]:
+def _read_mooncake(records: Iterable[Record], unit: TimeUnit, *, trace_name: str) -> Iterator[RecordedRequest]:
     for where, value in records:
         fields = _object(value, where)
-        ids = _ids(_field(fields, "hash_ids", where, trace), "hash_ids", 1, where)
-        input_length = _integer(_field(fields, "input_length", where, trace), "input_length", 1, where)
+        ids = _ids(_field(fields, "hash_ids", where, trace_name), "hash_ids", 1, where)
+        input_length = _integer(_field(fields, "input_length", where, trace_name), "input_length", 1, where)
         yield RecordedRequest(
             where,
             _time_ms(fields.get("timestamp"), "timestamp", where, unit),
@@ -472,12 +472,12 @@ def _object(value: object, where: str) -> dict[str, Any]:
     return value
 
 
-def _field(fields: Mapping[str, Any], name: str, where: str, trace: str) -> object:
+def _field(fields: Mapping[str, Any], name: str, where: str, trace_name: str) -> object:
     try:
         return fields[name]
     except KeyError:
         got = ", ".join(map(str, itertools.islice(fields, 8))) or "none"
-        message = f"{where}: {name}: expected this field of a {trace} trace, got fields: {got}"
+        message = f"{where}: {name}: expected this field of a {trace_name} trace, got fields: {got}"
         if name == "hash_ids":
             message += "; without ids a trace does not say which prompts share a prefix"
             message += f"; if it has text, {_CONVERT}" if any(each in fields for each in _TEXT_FIELDS) else ""
@@ -545,7 +545,7 @@ FORMATS: Mapping[str, TraceFormat] = {
             "bailian",
             "Alibaba's requests with chat_id and hash_ids",
             _is_bailian,
-            partial(_read_mooncake, trace="Bailian"),
+            partial(_read_mooncake, trace_name="Bailian"),
             "s",
             tokens_per_id=16,
         ),
@@ -561,7 +561,7 @@ FORMATS: Mapping[str, TraceFormat] = {
             "mooncake",
             "requests with timestamp, input_length, output_length and hash_ids",
             lambda value: isinstance(value, dict) and "hash_ids" in value,
-            partial(_read_mooncake, trace="Mooncake"),
+            partial(_read_mooncake, trace_name="Mooncake"),
             "ms",
         ),
     )
