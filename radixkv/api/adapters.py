@@ -36,7 +36,8 @@ class LoadedAdapter:
 
     Attributes:
         adapter: the adapter that the name maps to now; `cached_tokens` is not counted.
-        replaced_digest: the adapter that it mapped to before; None if none. The same digest if nothing changed.
+        replaced_digest: digest of the adapter that the name mapped to before; None if the name is new. Equal to
+            `adapter.digest` if nothing changed.
     """
 
     adapter: Adapter

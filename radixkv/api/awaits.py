@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Awaits(IntEnum):
-    """What the session of a request waits for when the request has ended: it indicates how soon its next turn comes.
+    """What the session of a request waits for when the request has ended, which shows how soon its next turn comes.
 
     Attributes:
         UNKNOWN: nothing is known.

@@ -10,7 +10,8 @@ class Caller:
     """Names the owner of a request's data. Requests share cached tokens only if tenant, adapter and salt are the same.
 
     Different names of one adapter count as the same adapter. All callers share public prefixes. If an adapter is
-    invoked within the prompt, the tokens before that are shared with the base model; see `radixkv.invocation`.
+    invoked within the prompt, the tokens before the invocation are shared with the base model; see
+    `radixkv.invocation`.
 
     The service takes the names from the request, and authorizes the tenant. If the request names no tenant, the tenant
     of the credential is used.

@@ -62,7 +62,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllCleared:
-    """The device holds no blocks of any namespace any more. In a snapshot, the reader also discards all tiers."""
+    """The device holds no blocks of any namespace any more. In a snapshot, the reader also forgets those of tiers."""
 
 
 Event = BlocksStored | BlocksRemoved | AllCleared
@@ -88,8 +88,8 @@ class EventBatch:
     """The events of one step, in order; parents are stored before their children.
 
     Attributes:
-        sequence_number: rises by 1 from batch to batch. All parts of a snapshot have the number of the batch after
-            which their blocks were cached.
+        sequence_number: rises by 1 from batch to batch. All parts of a snapshot have the number of the last batch
+            before the snapshot.
         time_s: Unix time at which it was published.
         events: in the order in which they happened.
         snapshot: the position in a snapshot; None for a batch of changes.

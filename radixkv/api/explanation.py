@@ -44,15 +44,15 @@ class CachedBranch:
     idle_s: float
 
     def tokens(self, max_tokens: int) -> bytes:
-        """Return the beginning of the branch. Complexity: a copy of the returned tokens."""
-        end = self.start_byte + max_tokens * TOKEN_BYTES
-        parts, num_bytes = [], 0
+        """Return the first `max_tokens` tokens of the branch. Complexity: copies the runs up to the last of them."""
+        end_byte = self.start_byte + max_tokens * TOKEN_BYTES
+        copied_runs, num_bytes = [], 0
         for run in self.runs:
-            parts.append(run[: end - num_bytes])
-            num_bytes += len(parts[-1])
-            if num_bytes >= end:
+            copied_runs.append(run[: end_byte - num_bytes])
+            num_bytes += len(copied_runs[-1])
+            if num_bytes >= end_byte:
                 break
-        return b"".join(parts)[self.start_byte :]
+        return b"".join(copied_runs)[self.start_byte :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class NamedBranch:
     Attributes:
         namespace: the namespace in which they are cached.
         session_id: the only session that has used the end of the branch; empty if there is none.
-        branch: the tokens. Those that an invoked adapter computed are marked.
+        branch: the tokens. Those that an invoked adapter computed are marked; see `radixkv.invocation`.
     """
 
     namespace: Namespace
@@ -155,7 +155,7 @@ class PromptSegment:
 
     Attributes:
         name: any text.
-        end: the position after its last token. It begins where the previous segment ends.
+        end: the position after its last token. Its first token is at the `end` of the previous segment.
     """
 
     name: str
@@ -195,11 +195,11 @@ def require_segments(segments: Sequence[PromptSegment]) -> None:
     """
     if len(segments) > MAX_SEGMENTS_OF_PROMPT:
         raise InvalidRequest(f"segments: expected at most {MAX_SEGMENTS_OF_PROMPT}, got {len(segments)}")
-    previous = 0
+    previous_end = 0
     for index, segment in enumerate(segments):
-        if segment.end < previous:
-            raise InvalidRequest(f"segments[{index}].end_token: expected at least {previous}, got {segment.end}")
-        previous = segment.end
+        if segment.end < previous_end:
+            raise InvalidRequest(f"segments[{index}].end_token: expected at least {previous_end}, got {segment.end}")
+        previous_end = segment.end
 
 
 def segment_at(segments: Sequence[PromptSegment], position: int) -> str:

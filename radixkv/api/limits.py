@@ -89,7 +89,8 @@ class Limits:
             default_ceiling_blocks: maximum number of blocks of any other tenant; None for no bound.
             model_fingerprint, compression_refusal, model_limit_reason: see the attributes.
         """
-        # A generation needs one block more: it continues in a copy of the block in which its prompt ends.
+        # A generation needs one block in addition to those of its tokens: it continues in a copy of the block in which
+        # its prompt ends.
         return cls(
             model=model,
             device=device,
@@ -127,7 +128,7 @@ class Limits:
 
         Raises:
             InvalidRequest: there are no tokens, or ids beyond the vocabulary.
-            PromptTooLong: it exceeds the model or the pool.
+            PromptTooLong: the prompt exceeds the model or the pool.
         """
         if len(tokens) % TOKEN_BYTES:
             raise InvalidRequest(f"{field}: expected little-endian uint32 ids, got {len(tokens)} bytes")
@@ -147,9 +148,10 @@ class Limits:
 
     def max_new_tokens(self, num_tokens: int, tenant: str) -> int:
         """Return the maximum number of new tokens after a prompt of `num_tokens` tokens; less than 1 if none fits."""
-        ceiling = self._ceiling_tokens(tenant)
-        # The last token needs no block, since its K/V is never computed.
-        return min(self.max_sequence_tokens, self.max_sequence_tokens if ceiling is None else ceiling + 1) - num_tokens
+        max_tokens, ceiling = self.max_sequence_tokens, self._ceiling_tokens(tenant)
+        if ceiling is not None:
+            max_tokens = min(max_tokens, ceiling + 1)  # the last token needs no block, since its K/V is never computed
+        return max_tokens - num_tokens
 
     def require_prefill(self, params: PrefillParams) -> None:
         """Reject a prefill that is invalid or could never be served.
@@ -200,14 +202,14 @@ class Limits:
                 f"and {max_new_tokens}{self._reason_of(max_tokens)}"
             )
         num_entries = compression.max_entries(num_tokens, max_new_tokens)
-        needed = sum(-(-count // self.block_size) * self.block_size for count in (num_tokens, num_entries))
-        if needed > self.pool_tokens:
+        needed_tokens = sum(-(-count // self.block_size) * self.block_size for count in (num_tokens, num_entries))
+        if needed_tokens > self.pool_tokens:
             raise PromptTooLong(
                 f"prefill.token_ids, compression.max_tokens: expected at most {self.pool_tokens} tokens of K/V "
                 f"together, each in whole blocks, got {num_tokens} and {num_entries}"
             )
         ceiling = self._ceiling_tokens(params.caller.tenant)
-        if ceiling is not None and needed > ceiling:
+        if ceiling is not None and needed_tokens > ceiling:
             raise BeyondCeiling(
                 f"prefill.token_ids, compression.max_tokens: expected at most {ceiling} tokens of K/V together, "
                 f"each in whole blocks, by this tenant's ceiling, got {num_tokens} and {num_entries}"
@@ -226,7 +228,7 @@ class Limits:
             raise InvalidRequest(f"deadline_s: expected a finite time, got {params.deadline_s}")
 
     def _reason_of(self, max_tokens: int) -> str:
-        """Return what sets a limit on the length of sequences, as the end of a message."""
+        """Return why sequences have at most `max_tokens` tokens, as the end of an error message."""
         if max_tokens != self.max_model_tokens:
             return f"; the pool has room for {self.pool_tokens} tokens (cache.capacity_tokens)"
         return f"; {self.model_limit_reason or 'the limit of the model (max_position_embeddings in config.json)'}"

@@ -40,7 +40,7 @@ class LogprobTable(Sequence[TokenLogprobs]):
     A table compares equal to any sequence of the same items. Items are created on access.
 
     Args:
-        num_rows: tokens for which memory is reserved at first.
+        num_rows: tokens for which the first `put` reserves memory.
     """
 
     def __init__(self, num_rows: int = 0) -> None:
@@ -85,25 +85,25 @@ class LogprobTable(Sequence[TokenLogprobs]):
 
     def __getitem__(self, index: int | slice) -> TokenLogprobs | Sequence[TokenLogprobs]:
         if not isinstance(index, slice):
-            place = range(self._length)[index]
-            return self[place : place + 1][0]
+            position = range(self._length)[index]  # at least 0, also for a negative index
+            return self[position : position + 1][0]
         logprobs, token_ids = (each.tolist() for each in self.rows(index))
         return [
-            TokenLogprobs(own, tuple(zip(ids, top, strict=True)))
-            for (own, *top), ids in zip(logprobs, token_ids, strict=True)
+            TokenLogprobs(logprob, tuple(zip(top_ids, top_logprobs, strict=True)))
+            for (logprob, *top_logprobs), top_ids in zip(logprobs, token_ids, strict=True)
         ]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):
             return NotImplemented
-        return len(self) == len(other) and all(own == each for own, each in zip(self, other, strict=True))
+        return len(self) == len(other) and all(item == each for item, each in zip(self, other, strict=True))
 
     def _grow(self, num_rows: int, like: LogprobRows) -> None:
-        """Reserve memory for `num_rows` rows of the width of `like`, and for half as many more when it has to grow."""
+        """Reserve memory for rows as wide as `like`: for `num_rows`, or, beyond the capacity, for half as many more."""
         if num_rows > self._capacity:
             self._capacity = num_rows + num_rows // 2
-        before = self.rows(slice(None))
+        old_rows = self.rows(slice(None))
         self._logprobs = np.empty((self._capacity, like.logprobs.shape[1]), np.float32)
         self._token_ids = np.empty((self._capacity, like.token_ids.shape[1]), np.uint32)
         if self._length:
-            self._logprobs[: self._length], self._token_ids[: self._length] = before
+            self._logprobs[: self._length], self._token_ids[: self._length] = old_rows

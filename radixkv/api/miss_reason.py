@@ -6,7 +6,10 @@ import enum
 
 
 class MissReason(enum.Enum):
-    """Why a prompt was not reused up to its last token, which is always computed. Values are the protocol's names."""
+    """Why a prompt was not reused up to its last token, which is always computed. Values are the protocol's names.
+
+    `radixkv/api/README.md` explains each reason.
+    """
 
     NONE = "NONE"
     COLD = "COLD"

@@ -146,7 +146,7 @@ class Sampling:
             if (count := getattr(self, name)) is not None and not 0 <= count <= max_logprobs:
                 raise InvalidRequest(f"{name}: expected 0 to {max_logprobs}, got {count}")
         self._validate_bias(vocab_size)
-        if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
+        if not (isinstance(self.seed, int) and 0 <= self.seed < NUM_SEEDS):
             raise InvalidRequest(f"seed: expected 0 to 2**64 - 1, got {self.seed!r}")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(

@@ -58,7 +58,7 @@ class SegmentPage(NamedTuple):
     Attributes:
         segments: the segments.
         next_place: where the next page begins; None after the last one.
-        num_places: number of places, at least the number of segments.
+        num_places: number of places, including those that no segment has now.
         num_segments: cached segments of all tenants.
         num_compared: matching segments that were examined for this page.
     """

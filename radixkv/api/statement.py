@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from radixkv.errors import InvalidRequest
 
-MAX_DAYS = 400  # that a server keeps, and that one statement spans
+MAX_DAYS = 400  # maximum number of days that a server keeps, and that one statement spans
 DAY_S = 86_400
 
 _MONTH = re.compile(r"[0-9]{4}-[0-9]{2}")
@@ -28,8 +28,8 @@ class Use(NamedTuple):
         generated_tokens: tokens that were sampled.
         written_tokens: tokens that requests published on the device.
         device_hit_tokens, host_hit_tokens, disk_hit_tokens, remote_hit_tokens: prompt tokens that were not computed,
-            because they were cached on the device, in host memory, on disk or remotely. Remote are all stores except
-            host memory and disk, and other servers.
+            because they were cached on the device, in host memory, on disk or remotely. Remote sources are other
+            servers, and all stores except host memory and disk.
         host_loaded_tokens, disk_loaded_tokens, remote_loaded_tokens: tokens that were copied from host memory, disk or
             a remote source to the device, for requests or ahead of them.
         device_evicted_by_self_tokens, host_evicted_by_self_tokens, disk_evicted_by_self_tokens: blocks of the tenant
@@ -67,7 +67,7 @@ class Use(NamedTuple):
     more_hit_tokens_at_twice_ceiling: int = 0
 
     def plus(self, other: Use) -> Use:
-        """Return the sum of both.
+        """Return the sum of both uses.
 
         >>> Use(requests=1).plus(Use(requests=2, host_token_s=0.5)) == Use(requests=3, host_token_s=0.5)
         True
@@ -106,7 +106,7 @@ class Statement(NamedTuple):
 
     Attributes:
         days: the range.
-        covered_s: seconds of it that were accounted.
+        covered_s: seconds of the range that were accounted.
         lines: one line for each period and tenant that used anything, in the order of periods and names.
     """
 
@@ -142,8 +142,8 @@ class DayRange:
         >>> DayRange.read("2026-11", "2026-11", today=20_785) == DayRange.read("2026-11-01", "2026-11-30", today=0)
         True
         """
-        last = today if not until else _day("until", until, is_last=True)
-        first = _day("since", since) if since else _first_of_month(last)
+        last = today if not until else _parse_day("until", until, is_last=True)
+        first = _parse_day("since", since) if since else _first_of_month(last)
         if not first <= last < first + MAX_DAYS:
             raise InvalidRequest(
                 f"since, until: expected 1 to {MAX_DAYS} days, the last of which is not before the first, got "
@@ -184,13 +184,13 @@ def month_name(day: int) -> str:
     return day_name(day)[:7]
 
 
-def _day(field: str, name: str, *, is_last: bool = False) -> int:
-    """Return the day that a field names. A month is its first day or, with `is_last`, its last one."""
+def _parse_day(field: str, name: str, *, is_last: bool = False) -> int:
+    """Return the day that a field names. A month counts as its first day or, with `is_last`, as its last one."""
     try:
         if not _MONTH.fullmatch(name):
             return day_number(name)
         first = day_number(f"{name}-01")
-        return _first_of_month(first + 31) - 1 if is_last else first
+        return _first_of_month(first + 31) - 1 if is_last else first  # `first + 31` is always in the next month
     except (ValueError, OverflowError):
         raise InvalidRequest(
             f"{field}: expected a day such as 2026-11-28, or a month such as 2026-11, got {name[:40]!r}"

@@ -129,7 +129,7 @@ class TimeStats:
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
-    """The blocks of one tenant, its totals and its bounds; see `TenantUsage` and `Quota`.
+    """The blocks of one tenant, its totals and its bounds; see `TenantUsage` and `Quota` in `radixkv.cache.tenants`.
 
     `stored_blocks` counts the blocks in each tier; in shared stores, only those that are known to this server.
     """

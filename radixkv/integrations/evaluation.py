@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 _Answer = TypeVar("_Answer")
 
 # Names of the maximum number of generated tokens, in the order in which lm-evaluation-harness reads them.
-_MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_MAX_TOKENS_OPTIONS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 # What `SamplingParams.stop` accepts; other stop texts only cut the answer.
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Scored:
+class _ScoringRequest:
     """A continuation whose log probability is requested.
 
     Attributes:
@@ -64,9 +64,9 @@ class Evaluator:
         self._tokenizer = llm.get_tokenizer()
         self._max_gen_toks = max_gen_toks
         self._use_tqdm = use_tqdm
-        names = (self._tokenizer.named_id(name) for name in ("bos_token", "eos_token"))
         if prefix_token_id is None:
-            prefix_token_id = next((each for each in names if each is not None), None)
+            special_ids = (self._tokenizer.named_id(name) for name in ("bos_token", "eos_token"))
+            prefix_token_id = next((each for each in special_ids if each is not None), None)
         if prefix_token_id is None:
             raise InvalidRequest("prefix_token_id: the tokenizer names neither a BOS nor an EOS token; pass an id")
         self.prefix_token_id = prefix_token_id
@@ -90,12 +90,12 @@ class Evaluator:
         Raises:
             InvalidRequest: a continuation has no tokens, or a text is not valid Unicode. The message names the request.
         """
-        scored = []
+        requests = []
         encode_context = functools.cache(self.encode)  # several continuations have the same context
         for index, (context, continuation) in enumerate(pairs):
             with _name_request(index):
-                scored.append(self._encode_pair(context, continuation, encode_context))
-        return self._answer_in_token_order(scored, lambda each: (*each.context, *each.continuation), self._score)
+                requests.append(self._encode_pair(context, continuation, encode_context))
+        return self._answer_in_token_order(requests, lambda each: (*each.context, *each.continuation), self._score)
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Return the log probability of each text after the prefix token.
@@ -107,19 +107,20 @@ class Evaluator:
         Raises:
             InvalidRequest: a text is not valid Unicode. The message names the request.
         """
-        windows: list[tuple[int, _Scored]] = []
+        windows: list[tuple[int, _ScoringRequest]] = []
         for index, text in enumerate(texts):
             with _name_request(index):
                 windows += [(index, each) for each in self._windows(self.encode(text))]
         totals = [0.0] * len(texts)
-        params = self._params(prompt_logprobs=0, max_tokens=1, detokenize=False)
+        params = self._sampling_params(prompt_logprobs=0, max_tokens=1, detokenize=False)
         outputs = self._llm.generate(
             [[*each.context, *each.continuation] for _, each in windows], params, self._use_tqdm
         )
         for (index, window), output in zip(windows, outputs, strict=True):
-            rows = output.prompt_logprobs or []
-            new = zip(window.continuation, rows[-len(window.continuation) :], strict=True)
-            totals[index] += sum(row[token_id].logprob for token_id, row in new if row is not None)
+            # One mapping from token ids to log probabilities for each position of the continuation.
+            logprobs = (output.prompt_logprobs or [])[-len(window.continuation) :]
+            pairs = zip(window.continuation, logprobs, strict=True)
+            totals[index] += sum(by_id[token_id].logprob for token_id, by_id in pairs if by_id is not None)
         return totals
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
@@ -137,7 +138,7 @@ class Evaluator:
         prepared = []
         for index, (context, options) in enumerate(requests):
             with _name_request(index):
-                prepared.append(self._generation(context, dict(options)))
+                prepared.append(self._prepare_generation(context, dict(options)))
 
         def generate(ordered: Sequence[tuple[list[int], Any, list[str]]]) -> list[str]:
             outputs = self._llm.generate(
@@ -149,24 +150,26 @@ class Evaluator:
 
         return self._answer_in_token_order(prepared, lambda each: tuple(each[0]), generate)
 
-    def _encode_pair(self, context: str, continuation: str, encode_context: Callable[[str], list[int]]) -> _Scored:
+    def _encode_pair(
+        self, context: str, continuation: str, encode_context: Callable[[str], list[int]]
+    ) -> _ScoringRequest:
         """Encode a context and its continuation, and drop what is too long."""
         if context:
-            before = encode_context(context.rstrip())
-            after = self.encode(context + continuation)[len(before) :]
+            context_ids = encode_context(context.rstrip())
+            continuation_ids = self.encode(context + continuation)[len(context_ids) :]
         else:
-            before, after = [], self._tokenizer.encode_rendered(continuation)
-        if not before and after[:1] == [self.prefix_token_id] and len(after) > 1:
-            before, after = after[:1], after[1:]
-        if not before:
-            before = [self.prefix_token_id]
-        if not after:
+            context_ids, continuation_ids = [], self._tokenizer.encode_rendered(continuation)
+        if not context_ids and continuation_ids[:1] == [self.prefix_token_id] and len(continuation_ids) > 1:
+            context_ids, continuation_ids = continuation_ids[:1], continuation_ids[1:]
+        if not context_ids:
+            context_ids = [self.prefix_token_id]
+        if not continuation_ids:
             raise InvalidRequest("expected a continuation of at least one token, got none")
         max_tokens = self._llm.max_model_len
-        after = after[-(max_tokens - 1) :]
-        return _Scored(before[-(max_tokens - len(after)) :], after)
+        continuation_ids = continuation_ids[-(max_tokens - 1) :]
+        return _ScoringRequest(context_ids[-(max_tokens - len(continuation_ids)) :], continuation_ids)
 
-    def _score(self, requests: Sequence[_Scored]) -> list[tuple[float, bool]]:
+    def _score(self, requests: Sequence[_ScoringRequest]) -> list[tuple[float, bool]]:
         scores = self._llm.score(
             [each.context for each in requests], [each.continuation for each in requests], self._use_tqdm
         )
@@ -174,20 +177,22 @@ class Evaluator:
             self._count(len(request.context), score.num_cached_tokens)
         return [(score.logprob, score.is_greedy) for score in scores]
 
-    def _windows(self, tokens: list[int]) -> Iterator[_Scored]:
+    def _windows(self, tokens: list[int]) -> Iterator[_ScoringRequest]:
         """Divide a text into windows of context and tokens to predict."""
         # Predicted tokens per window; at least one token precedes them, and one token is generated after them.
         size = self._llm.max_model_len - 2
         for start in range(0, len(tokens), size):
             end = min(start + size, len(tokens))
-            yield _Scored([self.prefix_token_id] if start == 0 else tokens[end - size - 1 : start], tokens[start:end])
+            # Each window but the first has `size + 1` tokens. The last one therefore has more context than the others.
+            context = [self.prefix_token_id] if start == 0 else tokens[end - size - 1 : start]
+            yield _ScoringRequest(context, tokens[start:end])
 
-    def _generation(self, context: str, options: dict[str, Any]) -> tuple[list[int], Any, list[str]]:
+    def _prepare_generation(self, context: str, options: dict[str, Any]) -> tuple[list[int], Any, list[str]]:
         """Return the tokens of a context, its sampling parameters, and the texts at which the answer ends."""
         until = options.pop("until", None) or []
         until = [until] if isinstance(until, str) else [each for each in until if each]
-        maxima = [value for name in _MAX_TOKENS if (value := options.pop(name, None)) is not None]
-        max_tokens = maxima[0] if maxima else self._max_gen_toks
+        maxima = [options.pop(name, None) for name in _MAX_TOKENS_OPTIONS]
+        max_tokens = next((each for each in maxima if each is not None), self._max_gen_toks)
         temperature = options.pop("temperature", None)
         is_sampled = options.pop("do_sample", None)
         if is_sampled is None:
@@ -196,7 +201,7 @@ class Evaluator:
             temperature = 0.0
         stops = [each for each in until if len(each) <= _MAX_STOP_CHARS][:_MAX_STOPS]
         try:
-            params = self._params(
+            params = self._sampling_params(
                 max_tokens=max_tokens, temperature=1.0 if temperature is None else temperature, stop=stops, **options
             )
         except TypeError as error:  # an option is no field of SamplingParams
@@ -212,7 +217,7 @@ class Evaluator:
         tokens = self.encode(context) if context else [self.prefix_token_id]
         return tokens[-max_context_tokens:], params, until
 
-    def _params(self, **options: Any) -> Any:
+    def _sampling_params(self, **options: Any) -> Any:
         from radixkv import SamplingParams
 
         return SamplingParams(**options)
@@ -220,11 +225,11 @@ class Evaluator:
     def _answer_in_token_order(
         self,
         requests: Sequence[Any],
-        tokens: Callable[[Any], tuple[int, ...]],
+        tokens_of: Callable[[Any], tuple[int, ...]],
         answer: Callable[[Sequence[Any]], list[_Answer]],
     ) -> list[_Answer]:
         """Answer requests sorted by their tokens; return the answers in the order of the requests."""
-        order = sorted(range(len(requests)), key=lambda index: tokens(requests[index]))
+        order = sorted(range(len(requests)), key=lambda index: tokens_of(requests[index]))
         answers = dict(zip(order, answer([requests[index] for index in order]), strict=True)) if order else {}
         return [answers[index] for index in range(len(requests))]
 

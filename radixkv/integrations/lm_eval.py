@@ -20,7 +20,7 @@ from radixkv.errors import InvalidRequest
 from radixkv.integrations.evaluation import Evaluator
 
 # Arguments that the harness passes to every model, and that have no effect: the engine chooses its own batches.
-_UNUSED = ("batch_size", "max_batch_size")
+_UNUSED_OPTIONS = ("batch_size", "max_batch_size")
 # The device that the harness passes if the caller names none, even on machines without a GPU.
 _DEFAULT_DEVICES = (None, "cuda:0")
 
@@ -32,8 +32,8 @@ class RadixKVLM(LM):  # type: ignore[misc]  # lm_eval is not installed where typ
     Args:
         pretrained: the model; see `LLM`.
         max_gen_toks, prefix_token_id: see `Evaluator`.
-        keys: further arguments of `LLM`, such as `dtype` and `capacity_tokens`; `batch_size`, `max_batch_size` and
-            the device `cuda:0` have no effect.
+        llm_options: further arguments of `LLM`, such as `dtype` and `capacity_tokens`; `batch_size`, `max_batch_size`
+            and the device `cuda:0` have no effect.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class RadixKVLM(LM):  # type: ignore[misc]  # lm_eval is not installed where typ
         *,
         max_gen_toks: int = 256,
         prefix_token_id: int | None = None,
-        **keys: Any,
+        **llm_options: Any,
     ) -> None:
         super().__init__()
-        for name in _UNUSED:
-            keys.pop(name, None)
-        if keys.get("device") in _DEFAULT_DEVICES:
-            keys.pop("device", None)
-        self.llm = LLM(pretrained, **keys)
+        for name in _UNUSED_OPTIONS:
+            llm_options.pop(name, None)
+        if llm_options.get("device") in _DEFAULT_DEVICES:
+            llm_options.pop("device", None)
+        self.llm = LLM(pretrained, **llm_options)
         self.evaluator = Evaluator(self.llm, max_gen_toks=max_gen_toks, prefix_token_id=prefix_token_id)
         self._name = os.fspath(pretrained)
 
@@ -79,12 +79,12 @@ class RadixKVLM(LM):  # type: ignore[misc]  # lm_eval is not installed where typ
             beginning = beginning.strip()
         if not beginning:
             raise InvalidRequest("chat_history: expected text in the last message, which is continued, got none")
-        before, found, _ = text.rpartition(beginning)
-        if not found:
+        start = text.rfind(beginning)
+        if start < 0:
             raise InvalidRequest(
                 "chat_history: expected a template that keeps the last message, got one that changes it"
             )
-        return before + found
+        return text[: start + len(beginning)]
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """See `Evaluator.loglikelihood`."""

@@ -18,7 +18,7 @@ from radixkv.planning.quantized_weights import gguf_weights_bytes, weight_files
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat
 
 # Kinds of attention layers that store the same K/V.
-_SAME_KV = {"full_attention", "sliding_attention", "chunked_attention"}
+_SAME_KV_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers of short convolutions, and the key with their width in tokens.
 _SHORT_CONV, _CONV_WIDTH = "conv", "conv_L_cache"
 # Model types whose sliding-window layers store K/V of another shape, and the keys that describe it.
@@ -28,7 +28,7 @@ _SLIDING_DIFFERS = {
 }
 _GEMMA4_GLOBAL_HEAD_DIM = 512  # the default without an entry in config.json
 # Keys of models whose layers store different K/V, for which a guess would give plausible but wrong numbers.
-_UNEQUAL_LAYERS = (
+_UNEQUAL_LAYER_KEYS = (
     "attn_layer_indices",
     "attn_layer_period",
     "block_configs",
@@ -97,17 +97,17 @@ def read_checkpoint(path: str | Path, longrope: str = "short") -> Checkpoint:
         ConfigError: a file can't be read, a field has the wrong type or range, layers store different K/V, or
             `longrope` is `long` for a model without longrope. The message names the file and the field.
     """
-    file, top, weights_bytes = _read(path)
-    text = top if top.get("text_config") is None else top["text_config"]
-    if not isinstance(text, dict):
-        raise ConfigError(f"{file}: text_config: expected an object, got {shown(text)}")
-    if longrope == "long" and not use_long_factors(text):
+    file, config, weights_bytes = _read_model_files(path)
+    text_config = config if config.get("text_config") is None else config["text_config"]
+    if not isinstance(text_config, dict):
+        raise ConfigError(f"{file}: text_config: expected an object, got {shown(text_config)}")
+    if longrope == "long" and not use_long_factors(text_config):
         raise ConfigError(f'{file}: expected a model with longrope for model.longrope = "long", got another')
-    fields = _Fields(file, text)
+    fields = _Fields(file, text_config)
     fields.require_equal_layers()
     num_query_heads = fields.size("num_attention_heads", "n_head")
     mla_rank = fields.size("kv_lora_rank")
-    dtype = _dtype(text, top)
+    dtype = _dtype(text_config, config)
     num_layers = _num_attending_layers(fields)
     num_windowed_layers = _num_windowed_layers(fields, num_layers or 0)
     num_kv_heads = _num_kv_heads(fields) or num_query_heads
@@ -128,11 +128,11 @@ def read_checkpoint(path: str | Path, longrope: str = "short") -> Checkpoint:
         window=fields.size("sliding_window") if num_windowed_layers else None,
         num_windowed_layers=num_windowed_layers,
         sliding=sliding,
-        limit=sequence_limit(text),
+        limit=sequence_limit(text_config),
     )
 
 
-def _read(path: str | Path) -> tuple[Path, dict[str, Any], int | None]:
+def _read_model_files(path: str | Path) -> tuple[Path, dict[str, Any], int | None]:
     """Return the file that describes a model, its configuration, and the size of the weights in memory."""
     # `os.path` returns False for a name that is too long; `Path` would raise an OSError.
     is_directory, is_file = os.path.isdir(path), os.path.isfile(path)
@@ -149,11 +149,13 @@ def _read(path: str | Path) -> tuple[Path, dict[str, Any], int | None]:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
+    """The fields of a configuration, and the file that contains it, for error messages."""
+
     file: Path
     values: dict[str, Any]
 
     def size(self, *names: str) -> int | None:
-        """Return the first of these fields that is not null; None if there is none."""
+        """Return the first of these fields that is not null, an integer of at least 1; None if all are null."""
         for name in names:
             value = self.values.get(name)
             if value is None:
@@ -163,9 +165,9 @@ class _Fields:
             return value
         return None
 
-    def layer_kinds(self) -> set[str]:
+    def supported_layer_kinds(self) -> set[str]:
         """Return the supported kinds of layers: attention with equal K/V, and convolutions without K/V."""
-        return _SAME_KV | {_SHORT_CONV} if self.size(_CONV_WIDTH) else _SAME_KV
+        return _SAME_KV_KINDS | {_SHORT_CONV} if self.size(_CONV_WIDTH) else _SAME_KV_KINDS
 
     def num_short_convs(self) -> int:
         """Count the layers of short convolutions."""
@@ -175,39 +177,45 @@ class _Fields:
         types: list[object] | None = self.values.get("layer_types")
         if types is not None:
             return types[:num_layers].count(_SHORT_CONV)
-        attending = self.values.get("full_attn_idxs")  # in older files
-        if attending is None:
+        attention_layers = self.values.get("full_attn_idxs")  # older files have it instead of `layer_types`
+        if attention_layers is None:
             return 0
-        if not isinstance(attending, list) or not {*attending} <= {*range(num_layers)}:
+        if not isinstance(attention_layers, list) or not {*attention_layers} <= {*range(num_layers)}:
             raise ConfigError(
-                f"{self.file}: full_attn_idxs: expected a list of indices below {num_layers}, got {shown(attending)}"
+                f"{self.file}: full_attn_idxs: expected a list of indices below {num_layers}, got "
+                f"{shown(attention_layers)}"
             )
-        return num_layers - len({*attending})
+        return num_layers - len({*attention_layers})
 
     def require_equal_layers(self) -> None:
-        """Refuse a model whose layers store different K/V, unless its type is known to `_SLIDING_DIFFERS`.
+        """Refuse a model whose layers store different K/V, except for differences in `_SLIDING_DIFFERS`.
 
         Raises:
             ConfigError: the message names the key that describes the difference.
         """
-        known = _SLIDING_DIFFERS.get(str(self.values.get("model_type")), set())
-        unequal = [name for name in _UNEQUAL_LAYERS if self.values.get(name) and name not in known]
+        supported_keys = _SLIDING_DIFFERS.get(str(self.values.get("model_type")), set())
+        refused_keys = [key for key in _UNEQUAL_LAYER_KEYS if self.values.get(key) and key not in supported_keys]
         types = self.values.get("layer_types") or []
-        if not isinstance(types, list) or not {str(each) for each in types} <= self.layer_kinds():
-            unequal.append("layer_types")
-        if unequal:
-            name = unequal[0]
+        if not isinstance(types, list) or not {str(each) for each in types} <= self.supported_layer_kinds():
+            refused_keys.append("layer_types")
+        if refused_keys:
+            key = refused_keys[0]
             raise ConfigError(
-                f"{self.file}: {name}: expected layers that all store the same K/V, got {shown(self.values[name])}"
+                f"{self.file}: {key}: expected layers that all store the same K/V, got {shown(self.values[key])}"
             )
 
 
-def _dtype(*places: dict[str, Any]) -> str | None:
-    named = [place[name] for place in places for name in ("dtype", "torch_dtype") if place.get(name) is not None]
-    return FORMAT_OF_DTYPE.get(str(named[0]).removeprefix("torch.")) if named else None
+def _dtype(*configs: dict[str, Any]) -> str | None:
+    """Return the dtype of the first configuration that names one; None without one, or if K/V can't be stored in it."""
+    for config in configs:
+        for name in ("dtype", "torch_dtype"):
+            if config.get(name) is not None:
+                return FORMAT_OF_DTYPE.get(str(config[name]).removeprefix("torch."))
+    return None
 
 
 def _num_attending_layers(fields: _Fields) -> int | None:
+    """Count the layers that store K/V; None if there are none, or if the files do not contain the number of layers."""
     num_layers = _num_layers(fields)
     return None if num_layers is None else (num_layers - fields.num_short_convs()) or None
 
@@ -228,8 +236,8 @@ def _num_layers(fields: _Fields) -> int | None:
 
 def _num_windowed_layers(fields: _Fields, num_layers: int) -> int:
     """Count the layers whose window is shorter than the longest sequence, as far as the file says which they are."""
-    window, most_tokens = fields.values.get("sliding_window"), fields.values.get("max_position_embeddings")
-    if not window or (isinstance(most_tokens, int) and isinstance(window, int) and window >= most_tokens):
+    window, max_tokens = fields.values.get("sliding_window"), fields.values.get("max_position_embeddings")
+    if not window or (isinstance(max_tokens, int) and isinstance(window, int) and window >= max_tokens):
         return 0
     if fields.values.get("model_type") == "mistral":
         return num_layers
@@ -250,29 +258,39 @@ def _sliding_and_full_heads(
     types, num_query_heads = fields.values.get("layer_types"), fields.size("num_attention_heads")
     if not isinstance(types, list) or len(types) != num_layers:
         raise ConfigError(f"{fields.file}: layer_types: expected a list of {num_layers} kinds, got {shown(types)}")
-    heads: dict[str, set[tuple[int, int]]] = {}
+    heads_of_kind: dict[str, set[tuple[int, int]]] = {}
     for layer, kind in enumerate(types):
-        heads.setdefault(kind, set()).add(_heads_of(fields, layer, kind == "sliding_attention", num_kv_heads, head_dim))
-    if any(len(each) > 1 for each in heads.values()):
+        heads = _heads_of(fields, layer, kind == "sliding_attention", num_kv_heads, head_dim)
+        heads_of_kind.setdefault(kind, set()).add(heads)
+    if any(len(each) > 1 for each in heads_of_kind.values()):
         raise ConfigError(f"{fields.file}: per_layer_config: expected the same K/V in all layers of a kind, got others")
-    sliding, full = (next(iter(heads.get(kind, ())), None) for kind in ("sliding_attention", "full_attention"))
+    sliding = next(iter(heads_of_kind.get("sliding_attention", ())), None)
+    full = next(iter(heads_of_kind.get("full_attention", ())), None)
     if sliding is None or full is None or sliding == full:
-        return None, *(full or sliding or (num_kv_heads, head_dim))
+        num_kv_heads, head_dim = full or sliding or (num_kv_heads, head_dim)
+        return None, num_kv_heads, head_dim
     return HeadKV(types.count("sliding_attention"), *sliding, num_query_heads), *full
 
 
 def _heads_of(fields: _Fields, layer: int, is_sliding: bool, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Return number and size of the K/V heads of a layer of a model type in `_SLIDING_DIFFERS`.
+
+    Args:
+        fields, layer, is_sliding: the model, the index of the layer, and whether it has sliding attention.
+        num_kv_heads, head_dim: the values for the whole model, which some fields replace for some layers.
+    """
     if fields.values["model_type"] == "mimo_v2_flash":
         sliding_heads = fields.size("swa_num_key_value_heads") or 2 * num_kv_heads
         return sliding_heads if is_sliding else num_kv_heads, head_dim
-    by_layer = fields.values.get("per_layer_config")
-    if isinstance(by_layer, dict):
-        own = _Fields(fields.file, by_layer.get(str(layer)) or {})
-        return own.size("num_key_value_heads") or num_kv_heads, own.size("head_dim") or head_dim
+    layer_configs = fields.values.get("per_layer_config")
+    if isinstance(layer_configs, dict):
+        layer_fields = _Fields(fields.file, layer_configs.get(str(layer)) or {})
+        return layer_fields.size("num_key_value_heads") or num_kv_heads, layer_fields.size("head_dim") or head_dim
     if is_sliding:
         return num_kv_heads, head_dim
-    num_global = fields.size("num_global_key_value_heads") if fields.values.get("attention_k_eq_v") else None
-    return num_global or num_kv_heads, fields.size("global_head_dim") or _GEMMA4_GLOBAL_HEAD_DIM
+    # Gemma 4 calls its layers of full attention global.
+    num_global_heads = fields.size("num_global_key_value_heads") if fields.values.get("attention_k_eq_v") else None
+    return num_global_heads or num_kv_heads, fields.size("global_head_dim") or _GEMMA4_GLOBAL_HEAD_DIM
 
 
 def _num_kv_heads(fields: _Fields) -> int | None:

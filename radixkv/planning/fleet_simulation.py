@@ -178,7 +178,7 @@ class SimulatedReplica:
 
     Attributes:
         computed_tokens, cached_tokens: totals of the finished prompts.
-        waits_s: for each finished prompt, the time from its arrival to the end of its prefill.
+        ttfts_s: for each finished prompt, the seconds from its arrival to the end of its prefill.
     """
 
     def __init__(
@@ -197,15 +197,16 @@ class SimulatedReplica:
         self.name = name
         self.computed_tokens = 0
         self.cached_tokens = 0
-        self.waits_s: list[float] = []
+        self.ttfts_s: list[float] = []
         self._namespace = namespace
         self._compute_s = compute_s
         self._clock = clock
         self._queue: deque[SimulatedRequest] = deque()
         self._running: tuple[SimulatedRequest, Lease | None, int] | None = None
-        self._log = EventLog(clock=lambda: clock() + 1.0)  # starts at 1, since number 0 requests a snapshot
+        # Sequence numbers begin at the clock's microseconds. They must not begin at 0, which would request a snapshot.
+        self._log = EventLog(clock=lambda: clock() + 1.0)
         self._feed = TreeFeed(self._log, block_size, block_size, identities)
-        self._read = self._log.start
+        self._last_sequence_number = self._log.start
         self._cache = PrefixCache(
             num_blocks,
             block_size,
@@ -225,11 +226,11 @@ class SimulatedReplica:
     @property
     def last_sequence_number(self) -> int:
         """Sequence number of the last batch of events that was read."""
-        return self._read
+        return self._last_sequence_number
 
-    def send(self, job: SimulatedRequest) -> float | None:
-        """Queue a request. Return when its prefill ends, or None if another prefill is running."""
-        self._queue.append(job)
+    def send(self, request: SimulatedRequest) -> float | None:
+        """Queue a request. Return the time at which its prefill will end, or None if another prefill is running."""
+        self._queue.append(request)
         return self._begin() if self._running is None else None
 
     def end(self) -> tuple[SimulatedRequest, int, float | None]:
@@ -240,36 +241,36 @@ class SimulatedReplica:
             of a time if no request is queued.
         """
         assert self._running is not None
-        job, lease, computed_tokens = self._running
+        request, lease, computed_tokens = self._running
         if lease is not None:
             lease.commit(lease.num_tokens)
             lease.close()
             self._feed.publish()
         self.computed_tokens += computed_tokens
-        self.cached_tokens += len(job.tokens) // TOKEN_BYTES - computed_tokens
-        self.waits_s.append(self._clock() - job.arrival_s)
+        self.cached_tokens += len(request.tokens) // TOKEN_BYTES - computed_tokens
+        self.ttfts_s.append(self._clock() - request.arrival_s)
         self._running = None
-        return job, computed_tokens, self._begin() if self._queue else None
+        return request, computed_tokens, self._begin() if self._queue else None
 
     def take_events(self) -> Iterator[EventBatch]:
         """Iterate over the batches since the last call."""
-        while (batch := self._log.after(self._read)) is not None:
-            self._read = batch.sequence_number
+        while (batch := self._log.after(self._last_sequence_number)) is not None:
+            self._last_sequence_number = batch.sequence_number
             yield batch
 
     def _begin(self) -> float:
-        job = self._queue.popleft()
-        num_tokens = len(job.tokens) // TOKEN_BYTES
+        request = self._queue.popleft()
+        num_tokens = len(request.tokens) // TOKEN_BYTES
         lease = None
         if num_tokens <= self._cache.pool.num_blocks * self._cache.block_size:
-            lease = self._cache.lease(self._namespace, job.tokens)
+            lease = self._cache.lease(self._namespace, request.tokens)
         computed_tokens = num_tokens - (lease.cached_tokens if lease is not None else 0)
-        self._running = job, lease, computed_tokens
+        self._running = request, lease, computed_tokens
         return self._clock() + computed_tokens * self._compute_s
 
 
 class _FleetReplay:
-    """Advances the clock from one event to the next: the end of a request, or the arrival of cache events."""
+    """Advances the clock from one due time to the next: a request ends, or cache events arrive at the router."""
 
     def __init__(
         self, fleet: Fleet, routing: str, policy: str, block_size: int, probation_share: float, weights: RoutingWeights
@@ -278,9 +279,10 @@ class _FleetReplay:
         self.num_new_homes = 0
         self._event_delay_s = fleet.event_delay_s
         self._namespace = Namespace("trace")
-        # Time, order, replica, and events that arrive; None if a request ends.
+        # A heap of time, serial number, index of a replica, and the cache events that arrive from the replica; None
+        # instead of events if a request of the replica ends.
         self._due: list[tuple[float, int, int, EventBatch | None]] = []
-        self._num_due = 0
+        self._num_scheduled = 0
         identities, times = Identities(), TokenTimes(compute_s=1 / fleet.tokens_per_s)
         self.router = Router(
             FleetView(block_size, clock=self._clock),
@@ -316,29 +318,30 @@ class _FleetReplay:
         route = self.router.route(self._namespace, tokens)
         self.router.remember()
         self.num_new_homes += route.is_new_home
-        number = int(route.name)
-        self._schedule(number, self.replicas[number].send(SimulatedRequest(index, self.now_s, tokens, route)))
+        replica_index = int(route.name)
+        end_s = self.replicas[replica_index].send(SimulatedRequest(index, self.now_s, tokens, route))
+        self._schedule(replica_index, end_s)
 
     def run_until(self, end_s: float) -> None:
-        """Process all events up to a time."""
+        """Process everything that is due up to a time."""
         while self._due and self._due[0][0] <= end_s:
-            self.now_s, _, number, batch = heapq.heappop(self._due)
-            replica = self.replicas[number]
+            self.now_s, _, replica_index, batch = heapq.heappop(self._due)
+            replica = self.replicas[replica_index]
             if batch is not None:
                 self.router.read(replica.name, batch)
                 continue
-            job, computed_tokens, next_end_s = replica.end()
-            self.router.finished(job.route, computed_tokens)
+            request, computed_tokens, next_end_s = replica.end()
+            self.router.finished(request.route, computed_tokens)
             for events in replica.take_events():
-                self._schedule(number, self.now_s + self._event_delay_s, events)
-            self._schedule(number, next_end_s)
+                self._schedule(replica_index, self.now_s + self._event_delay_s, events)
+            self._schedule(replica_index, next_end_s)
         if end_s < float("inf"):
             self.now_s = end_s
 
-    def _schedule(self, number: int, when_s: float | None, batch: EventBatch | None = None) -> None:
+    def _schedule(self, replica_index: int, when_s: float | None, batch: EventBatch | None = None) -> None:
         if when_s is not None:
-            self._num_due += 1
-            heapq.heappush(self._due, (when_s, self._num_due, number, batch))
+            self._num_scheduled += 1
+            heapq.heappush(self._due, (when_s, self._num_scheduled, replica_index, batch))
 
     def _clock(self) -> float:
         return self.now_s
@@ -353,26 +356,27 @@ def _result(
     block_size: int,
     seconds: float,
 ) -> FleetSimulation:
-    computed = [replica.computed_tokens for replica in replay.replicas]
-    cached = sum(replica.cached_tokens for replica in replay.replicas)
-    mean = sum(computed) / len(computed)
-    waits_s = sorted(wait_s for replica in replay.replicas for wait_s in replica.waits_s)
+    computed_tokens = [replica.computed_tokens for replica in replay.replicas]
+    cached_tokens = sum(replica.cached_tokens for replica in replay.replicas)
+    num_prompt_tokens = cached_tokens + sum(computed_tokens)
+    mean_computed_tokens = sum(computed_tokens) / len(computed_tokens)
+    ttfts_s = sorted(ttft_s for replica in replay.replicas for ttft_s in replica.ttfts_s)
     return FleetSimulation(
-        routing,
-        policy,
-        fleet.replicas,
-        fleet.capacity_tokens,
-        fleet.tokens_per_s,
-        block_size,
-        len(requests),
-        cached + sum(computed),
-        cached,
-        cached / (cached + sum(computed)),
-        sum(replica.num_evicted_blocks for replica in replay.replicas) * block_size,
-        max(computed) / mean,
-        mean / fleet.tokens_per_s / replay.now_s,
-        waits_s[len(waits_s) // 2],
-        waits_s[len(waits_s) * 99 // 100],
-        replay.num_new_homes,
-        seconds,
+        routing=routing,
+        policy=policy,
+        replicas=fleet.replicas,
+        capacity_tokens=fleet.capacity_tokens,
+        tokens_per_s=fleet.tokens_per_s,
+        block_size=block_size,
+        requests=len(requests),
+        prompt_tokens=num_prompt_tokens,
+        cached_tokens=cached_tokens,
+        token_hit_rate=cached_tokens / num_prompt_tokens,
+        evicted_tokens=sum(replica.num_evicted_blocks for replica in replay.replicas) * block_size,
+        load_spread=max(computed_tokens) / mean_computed_tokens,
+        busy=mean_computed_tokens / fleet.tokens_per_s / replay.now_s,
+        ttft_p50_s=ttfts_s[len(ttfts_s) // 2],
+        ttft_p99_s=ttfts_s[len(ttfts_s) * 99 // 100],
+        new_homes=replay.num_new_homes,
+        seconds=seconds,
     )

@@ -81,8 +81,8 @@ class WindowedUse:
     @property
     def num_blocks(self) -> int:
         """Blocks that the next token needs: those that its window overlaps. The window may begin inside a block."""
-        whole = BlockUse(self.num_tokens, self.block_size).num_blocks
-        return min(whole, -(-(self.window - 1) // self.block_size) + 1)
+        num_sequence_blocks = BlockUse(self.num_tokens, self.block_size).num_blocks
+        return min(num_sequence_blocks, -(-(self.window - 1) // self.block_size) + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ class DeviceMemory:
     Raises:
         ConfigError: a size below 0.
 
-    >>> card = DeviceMemory(24 * GB, weights_bytes=16 * GB, overhead_bytes=1 * GB)
-    >>> card.users(1_200_000_000), card.users(5 * GB)
+    >>> device = DeviceMemory(24 * GB, weights_bytes=16 * GB, overhead_bytes=1 * GB)
+    >>> device.users(1_200_000_000), device.users(5 * GB)
     (5, 1)
     """
 
@@ -120,7 +120,7 @@ class DeviceMemory:
         """Count the sequences whose K/V fits at the same time, if they share nothing.
 
         Args:
-            user_bytes: K/V of one user on this device, at least 1.
+            user_bytes: K/V of one sequence on this device, at least 1.
         """
         _require_at_least("user_bytes", user_bytes, 1)
         return self.kv_bytes // user_bytes
@@ -206,26 +206,29 @@ class DecodingCost:
 
     @property
     def naive_flops(self) -> int:
-        """FLOPs without a cache: step i computes `prompt_tokens + i` rows over as many keys."""
-        first, last = self.prompt_tokens, self.prompt_tokens + self.new_tokens - 1
-        rows = (first + last) * self.new_tokens // 2
-        products = _sum_of_squares(last) - _sum_of_squares(first - 1)
-        return self._flops(rows, products)
+        """FLOPs without a cache: step i, from 0, computes `prompt_tokens + i` rows over as many keys."""
+        first_rows, last_rows = self.prompt_tokens, self.prompt_tokens + self.new_tokens - 1
+        num_rows = (first_rows + last_rows) * self.new_tokens // 2
+        num_pairs = _sum_of_squares(last_rows) - _sum_of_squares(first_rows - 1)
+        return self._flops(num_rows, num_pairs)
 
     @property
     def cached_flops(self) -> int:
-        """FLOPs with a cache: the prompt once, then step i computes one row over `prompt_tokens + i` keys."""
+        """FLOPs with a cache: the prompt once; then step i, from 1, computes one row over `prompt_tokens + i` keys."""
         later_steps = self.new_tokens - 1
         later_keys = (2 * self.prompt_tokens + self.new_tokens) * later_steps // 2
         return self._flops(self.prompt_tokens + later_steps, self.prompt_tokens**2 + later_keys)
 
     @property
     def ratio(self) -> float:
-        """FLOPs without a cache divided by FLOPs with one, at least 1. Small layers gain less time than that."""
+        """FLOPs without a cache divided by FLOPs with one, at least 1. The ratio of times is lower in small layers."""
         return self.naive_flops / self.cached_flops
 
-    def _flops(self, num_rows: int, num_products: int) -> int:
-        return 8 * num_rows * self.hidden_size**2 + 4 * num_products * self.hidden_size
+    def _flops(self, num_rows: int, num_pairs: int) -> int:
+        """Return the FLOPs of the projections of some rows, and of attention over pairs of a row and a key."""
+        projections = 4 * 2 * num_rows * self.hidden_size**2
+        attention = 2 * 2 * num_pairs * self.hidden_size
+        return projections + attention
 
 
 def load_us(num_bytes: int, bytes_per_s: float) -> float:

@@ -13,7 +13,7 @@ from radixkv.errors import ConfigError
 from radixkv.model_files.gguf_file import FLOAT_TYPES, FOUR_BIT_TYPES, GgufFile, GgufTensor
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, KVFormat
 
-_LONGEST_HEADER = 100_000_000  # bytes; safetensors allows no more
+_MAX_HEADER_BYTES = 100_000_000  # safetensors allows no more
 _INT8_FEATURE_BYTES = 8  # an output feature has a scale and, for oneDNN, a zero point: 32 bits each
 _GROUP_FEATURES = 32  # input features that share a scale, in q8 and q4
 _GROUP_BYTES = {"q8": 2 + 32, "q4": 2 + 2 + 16}  # a scale, in q4 also a minimum, and the codes
@@ -21,9 +21,9 @@ _GROUP_BYTES = {"q8": 2 + 32, "q4": 2 + 2 + 16}  # a scale, in q4 also a minimum
 # Names of embeddings, and of matrices of experts and their routers, which keep their dtype.
 _EMBEDDING = re.compile(r"(^|\.)(embed_(tokens|in)|word_embeddings|tok_embeddings|wte)\.weight$")
 _POSITIONS = re.compile(r"(^|\.)(embed_positions|position_embeddings|wpe)\.weight$")
-_KEPT = re.compile(r"\.experts\.|\.(mlp|block_sparse_moe|feed_forward)\.gate\.|router\.")
+_EXPERTS_AND_ROUTERS = re.compile(r"\.experts\.|\.(mlp|block_sparse_moe|feed_forward)\.gate\.|router\.")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
-_MERGED = re.compile(r"(attn)_[qkv]\b|(ffn)_(?:gate|up)\b")  # in GGUF files
+_MERGED_PROJECTION = re.compile(r"(attn)_[qkv]\b|(ffn)_(?:gate|up)\b")  # in GGUF files
 _TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc|q_attn)\.weight$")  # GPT-2's are [in_features, out_features]
 
 
@@ -53,7 +53,7 @@ def quantized_weights_bytes(path: str | Path, weights: str) -> int:
     embedding: tuple[list[int], int] | None = None  # shape, bytes
     has_head = False
     for file in files:
-        for name, tensor in _header(file).items():
+        for name, tensor in _read_header(file).items():
             shape, num_bytes = _sizes(file, name, tensor)
             if _is_quantized(name, shape):
                 is_head = _HEAD.search(name) is not None
@@ -76,36 +76,38 @@ def weight_files(directory: Path) -> list[Path]:
 def gguf_weights_bytes(file: GgufFile) -> int:
     """Return the bytes of the weights of a GGUF file on a CPU, where quantized matrices stay quantized.
 
-    Merged projections have 8 bits if one of them has. A matrix that is both head and embedding is stored once.
-    Padding is not counted.
+    Projections that are merged into one matrix (q, k and v; gate and up) all have 8 bits if one of them has. A matrix
+    that is both head and embedding is stored once. Padding is not counted.
     """
-    served = KVFormat(FORMAT_OF_DTYPE[file.dtype])
-    in_8_bits = {_merged_name(name) for name, tensor in file.tensors.items() if _gguf_format(tensor) == "q8"}
+    dequantized_format = KVFormat(FORMAT_OF_DTYPE[file.dtype])
+    merged_in_8_bits = {_merged_name(name) for name, tensor in file.tensors.items() if _gguf_format(tensor) == "q8"}
     total = 0
     for name, tensor in file.tensors.items():
-        kept = _gguf_format(tensor)
-        if kept is None:
-            total += served.bytes_of(0, prod(tensor.shape))
+        weights = _gguf_format(tensor)
+        if weights is None:
+            total += dequantized_format.bytes_of(0, prod(tensor.shape))
         else:
-            kept = "q8" if _merged_name(name) in in_8_bits else kept
-            total += prod(tensor.shape) // _GROUP_FEATURES * _GROUP_BYTES[kept]
+            weights = "q8" if _merged_name(name) in merged_in_8_bits else weights
+            total += prod(tensor.shape) // _GROUP_FEATURES * _GROUP_BYTES[weights]
     return total
 
 
 def _gguf_format(tensor: GgufTensor) -> str | None:
     """Return the format of a tensor in memory, `q8` or `q4`; None if it is dequantized."""
-    is_kept = tensor.type not in FLOAT_TYPES and len(tensor.shape) == 2 and tensor.shape[1] % _GROUP_FEATURES == 0
-    return ("q4" if tensor.type in FOUR_BIT_TYPES else "q8") if is_kept else None
+    is_matrix_of_groups = len(tensor.shape) == 2 and tensor.shape[1] % _GROUP_FEATURES == 0
+    if tensor.type in FLOAT_TYPES or not is_matrix_of_groups:
+        return None
+    return "q4" if tensor.type in FOUR_BIT_TYPES else "q8"
 
 
 def _merged_name(name: str) -> str:
     """Return a name that is the same for all projections of a layer that are merged."""
-    return _MERGED.sub(lambda match: f"{match[1] or match[2]}_merged", name)
+    return _MERGED_PROJECTION.sub(lambda match: f"{match[1] or match[2]}_merged", name)
 
 
 def _is_quantized(name: str, shape: list[int]) -> bool:
-    kept = (_EMBEDDING, _POSITIONS, _KEPT)
-    return len(shape) == 2 and name.endswith(".weight") and not any(each.search(name) for each in kept)
+    unquantized = (_EMBEDDING, _POSITIONS, _EXPERTS_AND_ROUTERS)
+    return len(shape) == 2 and name.endswith(".weight") and not any(each.search(name) for each in unquantized)
 
 
 def _quantized_bytes(shape: list[int], num_bytes: int, weights: str) -> int:
@@ -118,12 +120,12 @@ def _quantized_bytes(shape: list[int], num_bytes: int, weights: str) -> int:
     return out_features * in_features // _GROUP_FEATURES * _GROUP_BYTES[weights]
 
 
-def _header(file: Path) -> dict[str, Any]:
+def _read_header(file: Path) -> dict[str, Any]:
     """Read the header of a safetensors file: the dtypes, shapes and offsets of its tensors."""
     try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length)) if length <= _LONGEST_HEADER else None
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length)) if length <= _MAX_HEADER_BYTES else None
     except OSError as error:
         raise ConfigError(f"{file}: can't be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

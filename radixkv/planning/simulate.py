@@ -46,7 +46,8 @@ class Latency:
         ttft_p50_s, ttft_p95_s: median and 95th percentile of the TTFT of all requests, in seconds.
         num_returns: number of returns.
         ready_share: share of the returns for which everything that they repeat was on the device when they arrived.
-        timely_share: share of the returns whose TTFT was at most 1.1 times what it would have been in that case.
+        timely_share: share of the returns whose TTFT was at most 1.1 times what it would have been if all this had been
+            on the device.
         prefetched_tokens: tokens that were loaded before a request asked for them.
     """
 
@@ -112,7 +113,8 @@ class FarthestFuture(EvictionPolicy):
 
     def key(self, node: Node) -> int:
         """Return the next use of the node's last block, negated so that the farthest one sorts first."""
-        return -int(self._next_uses[int.from_bytes(node.block_ids[-4:], "little")])
+        last_block_id = int.from_bytes(node.block_ids[-4:], "little")  # int32
+        return -int(self._next_uses[last_block_id])
 
     def num_offered_blocks(self, leaf: Node) -> int:
         """Count the blocks at the leaf's end that have the same next use."""
@@ -172,17 +174,17 @@ def simulate(
             on_request()
     replay.finish()
     return Simulation(
-        policy,
-        capacity_tokens,
-        block_size,
-        len(requests),
-        replay.num_prompt_tokens,
-        replay.num_cached_tokens,
-        replay.num_cached_tokens / replay.num_prompt_tokens,
-        replay.cache.num_evicted_blocks * block_size,
-        time.perf_counter() - start_s,
-        replay.tiers.usage(replay.num_prompt_tokens) if replay.tiers else (),
-        replay.latency(),
+        policy=policy,
+        capacity_tokens=capacity_tokens,
+        block_size=block_size,
+        requests=len(requests),
+        prompt_tokens=replay.num_prompt_tokens,
+        cached_tokens=replay.num_cached_tokens,
+        token_hit_rate=replay.num_cached_tokens / replay.num_prompt_tokens,
+        evicted_tokens=replay.cache.num_evicted_blocks * block_size,
+        seconds=time.perf_counter() - start_s,
+        tiers=replay.tiers.usage(replay.num_prompt_tokens) if replay.tiers else (),
+        latency=replay.latency(),
     )
 
 
@@ -207,10 +209,10 @@ class _CacheReplay:
         self._times = None if policy == OPTIMAL else times
         self._ttfts_s: list[float] = []
         self._num_returns = self._num_ready = self._num_timely = 0
-        self._former: dict[str, TraceRequest] = {}  # the last request of each session
+        self._previous_requests: dict[str, TraceRequest] = {}  # by session
         self._hints = hints
         self._requests = requests
-        self._num_kept_blocks = num_blocks
+        self._capacity_blocks = num_blocks
         self._namespace = Namespace("trace")
         self._caller = Caller()
         self._optimal: FarthestFuture | None = None
@@ -244,28 +246,30 @@ class _CacheReplay:
             return
         prompt, answer = self._tokens_of(request)
         repeated_tokens = self._repeated_tokens(request)
-        is_ready = repeated_tokens <= self._cached_tokens(prompt) if repeated_tokens else True
+        self._previous_requests[request.session] = request
+        is_ready = not repeated_tokens or repeated_tokens <= self._cached_tokens(prompt)
 
-        def start(stored: Request | None = None) -> None:
+        def serve(loaded: Request | None = None) -> None:
+            """Lease and publish the prompt; `loaded` is its request to the tiers, whose blocks have been loaded."""
             with self._lease(request, prompt) as lease:
                 num_cached_tokens = lease.cached_tokens
-                if stored is not None:
+                if loaded is not None:
                     assert self.tiers is not None
-                    num_cached_tokens = self.tiers.fill(stored, lease)
+                    num_cached_tokens = self.tiers.fill(loaded, lease)
                 self.num_cached_tokens += num_cached_tokens
                 self._note_time(request, now_s, num_cached_tokens, repeated_tokens, is_ready=is_ready)
                 _publish(lease, answer)
                 if self._optimal is not None:
                     self._set_next_uses(self._optimal, lease, index)
             if self._optimal is not None:
-                self.cache.evict(self.cache.pool.num_published - self._num_kept_blocks)
+                self.cache.evict(self.cache.pool.num_published - self._capacity_blocks)
             elif request.is_last and self._hints == STOP_AND_END:
                 self.cache.end_session(self._namespace.tenant, request.session)
 
         if self.tiers:
-            self.tiers.request(PrefillParams(prompt, self._caller), self._namespace, start)
+            self.tiers.request(PrefillParams(prompt, self._caller), self._namespace, serve)
         else:
-            start()
+            serve()
 
     def finish(self) -> None:
         """Wait for the requests whose blocks are being loaded."""
@@ -278,12 +282,12 @@ class _CacheReplay:
             return None
         p50_s, p95_s = np.quantile(self._ttfts_s, (0.5, 0.95)).tolist()
         return Latency(
-            p50_s,
-            p95_s,
-            self._num_returns,
-            self._num_ready / max(1, self._num_returns),
-            self._num_timely / max(1, self._num_returns),
-            self.tiers.num_prefetched_tokens if self.tiers else 0,
+            ttft_p50_s=p50_s,
+            ttft_p95_s=p95_s,
+            num_returns=self._num_returns,
+            ready_share=self._num_ready / max(1, self._num_returns),
+            timely_share=self._num_timely / max(1, self._num_returns),
+            prefetched_tokens=self.tiers.num_prefetched_tokens if self.tiers else 0,
         )
 
     def _cached_tokens(self, prompt: bytes) -> int:
@@ -293,13 +297,12 @@ class _CacheReplay:
         """Return how many tokens of the previous prompt a return can reuse; None if the request is not a return."""
         if self._times is None or not request.session:
             return None
-        former = self._former.get(request.session)
-        self._former[request.session] = request
-        if former is None or former.awaits is not Awaits.TOOL:
+        previous = self._previous_requests.get(request.session)
+        if previous is None or previous.awaits is not Awaits.TOOL:
             return None
-        pairs = zip(former.hash_ids, request.hash_ids, strict=False)
-        num_ids = next((index for index, (before, now) in enumerate(pairs) if before != now), len(former.hash_ids))
-        num_tokens = min(num_ids * request.tokens_per_id, former.input_length, request.input_length - 1)
+        pairs = zip(previous.hash_ids, request.hash_ids, strict=False)
+        num_equal_ids = next((index for index, (old, new) in enumerate(pairs) if old != new), len(previous.hash_ids))
+        num_tokens = min(num_equal_ids * request.tokens_per_id, previous.input_length, request.input_length - 1)
         return num_tokens - num_tokens % self.cache.block_size
 
     def _note_time(
@@ -314,16 +317,16 @@ class _CacheReplay:
         """Record the time to the first token of a request whose blocks have just been loaded."""
         if self._times is None:
             return
-        computing_s = self._times.prefill_s(num_cached_tokens, request.input_length)
-        ttft_s = self._clock.now_s - arrival_s + computing_s
+        prefill_s = self._times.prefill_s(num_cached_tokens, request.input_length)
+        ttft_s = self._clock.now_s - arrival_s + prefill_s
         self._ttfts_s.append(ttft_s)
         if self.tiers:
-            self.tiers.note_prefill(computing_s, num_cached_tokens, request.input_length)
+            self.tiers.note_prefill(prefill_s, num_cached_tokens, request.input_length)
         if repeated_tokens is not None:
-            hit_s = self._times.prefill_s(max(repeated_tokens, num_cached_tokens), request.input_length)
+            ready_ttft_s = self._times.prefill_s(max(repeated_tokens, num_cached_tokens), request.input_length)
             self._num_returns += 1
             self._num_ready += is_ready
-            self._num_timely += ttft_s <= _TIMELY_FACTOR * hit_s
+            self._num_timely += ttft_s <= _TIMELY_FACTOR * ready_ttft_s
 
     def _lease(self, request: TraceRequest, tokens: bytes) -> Lease:
         """Open a lease of a prompt, with what `hints` allow the cache to know."""
@@ -344,14 +347,15 @@ class _CacheReplay:
         return sequence[: request.input_length].tobytes(), sequence[request.input_length :].tobytes()
 
     def _set_next_uses(self, policy: FarthestFuture, lease: Lease, index: int) -> None:
+        """Set, for each block of the request at `index`, which request uses the block next."""
         last_tokens = np.arange(1, lease.block_ids.size + 1) * self.cache.block_size - 1  # [num_blocks]
         request = self._requests[index]
-        ids = np.minimum(last_tokens // request.tokens_per_id, len(request.hash_ids) - 1)
-        # The tree may keep its own copy of a partly filled last block.
-        published_ids = self.cache.match(self._namespace, bytes(lease.tokens)).block_ids
-        next_uses = self._next_uses[index][ids]
+        id_indexes = np.minimum(last_tokens // request.tokens_per_id, len(request.hash_ids) - 1)
+        next_uses = self._next_uses[index][id_indexes]
         policy.set_next_uses(lease.block_ids, next_uses)
-        policy.set_next_uses(published_ids, next_uses[: published_ids.size])
+        # The tree may have its own copy of a partly filled last block.
+        published_block_ids = self.cache.match(self._namespace, bytes(lease.tokens)).block_ids
+        policy.set_next_uses(published_block_ids, next_uses[: published_block_ids.size])
 
 
 def _publish(lease: Lease, answer: bytes) -> None:
@@ -406,6 +410,7 @@ def _next_uses(requests: Sequence[TraceRequest]) -> list[npt.NDArray[np.int32]]:
             prefix = prefixes.setdefault((prefix, hash_id), len(prefixes))
             path.append(prefix)
         paths.append(np.array(path, dtype=np.int32))
+    # [num_prefixes], the earliest request that uses a prefix, among those that the loop from the end has visited.
     upcoming = np.full(len(prefixes), _NEVER, dtype=np.int32)
     next_uses: list[npt.NDArray[np.int32]] = []
     for index in range(len(paths) - 1, -1, -1):

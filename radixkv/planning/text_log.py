@@ -24,12 +24,19 @@ from radixkv.planning.trace_records import Record
 
 Message = Mapping[str, Any]
 
-_CHATS = ("conversations", "conversation", "messages")
-_BODIES = ("body", "payload", "request")
-_PROMPTS = ("prompt", "text_input", "text", "input")
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
-_ANSWERS = frozenset({"assistant", "model"})
-_TIMES_S = ("tstamp", "created", "created_at")  # of LMSYS' arena, and of OpenAI
+_CHAT_FIELDS = ("conversations", "conversation", "messages")
+_BODY_FIELDS = ("body", "payload", "request")
+_PROMPT_FIELDS = ("prompt", "text_input", "text", "input")
+_ROLE_OF_SPEAKER = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+}
+_ANSWER_ROLES = frozenset({"assistant", "model"})
+_TIME_FIELDS = ("tstamp", "created", "created_at")  # LMSYS' arena has the first one, OpenAI the others
+_MAX_TIME_S = 2**40  # milliseconds since 1970 are larger, so they are not mistaken for seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +67,17 @@ def text_requests(record: Record) -> Iterator[TextRequest]:
     where, fields = record
     if not isinstance(fields, dict):
         raise ConfigError(f"{where}: expected a JSON object, got {shown(fields)}")
-    body = next((fields[each] for each in _BODIES if isinstance(fields.get(each), dict)), fields)
-    time_s = next((fields[each] for each in _TIMES_S if _is_time(fields.get(each))), None)
-    chat = next((each for each in _CHATS if isinstance(body.get(each), list)), None)
-    if chat is not None:
+    body = next((fields[each] for each in _BODY_FIELDS if isinstance(fields.get(each), dict)), fields)
+    time_s = next((fields[each] for each in _TIME_FIELDS if _is_time(fields.get(each))), None)
+    chat_field = next((each for each in _CHAT_FIELDS if isinstance(body.get(each), list)), None)
+    if chat_field is not None:
         tools = body.get("tools")
-        yield from _chat_requests(where, time_s, chat, body[chat], tools if isinstance(tools, list) else None)
+        tools = tools if isinstance(tools, list) else None
+        yield from _chat_requests(where, time_s, chat_field, body[chat_field], tools)
         return
-    prompt = next((body[each] for each in _PROMPTS if isinstance(body.get(each), str) and body[each]), None)
+    prompt = next((body[each] for each in _PROMPT_FIELDS if isinstance(body.get(each), str) and body[each]), None)
     if prompt is None:
-        expected = ", ".join((*_CHATS, *_BODIES, *_PROMPTS))
+        expected = ", ".join((*_CHAT_FIELDS, *_BODY_FIELDS, *_PROMPT_FIELDS))
         got = ", ".join(map(str, list(body)[:8])) or "none"
         raise ConfigError(f"{where}: expected text in one of the fields {expected}; got fields: {got}")
     yield TextRequest(where, time_s, prompt)
@@ -78,10 +86,11 @@ def text_requests(record: Record) -> Iterator[TextRequest]:
 def _chat_requests(
     where: str, time_s: float | None, field: str, values: Sequence[Any], tools: Sequence[Message] | None
 ) -> Iterator[TextRequest]:
-    messages = [_message(each, f"{where}: {field}[{index}]") for index, each in enumerate(values)]
+    messages = [_parse_message(each, f"{where}: {field}[{index}]") for index, each in enumerate(values)]
     if not messages:
         raise ConfigError(f"{where}: {field}: expected at least one message, got none")
-    is_answer = [each["role"] in _ANSWERS for each in messages]
+    is_answer = [each["role"] in _ANSWER_ROLES for each in messages]
+    # The field `messages`, if it does not end with an answer, is the prompt of a single request.
     if field != "messages" or is_answer[-1]:
         for index, message in enumerate(messages):
             if is_answer[index] and index:
@@ -91,7 +100,7 @@ def _chat_requests(
         yield TextRequest(where, time_s, messages, None, tools)
 
 
-def _message(value: Any, where: str) -> dict[str, Any]:
+def _parse_message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: expected a message, got {shown(value)}")
     role = value.get("role", value.get("from"))
@@ -99,11 +108,11 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         raise ConfigError(
             f"{where}: expected a message with a role, got fields: {', '.join(map(str, list(value)[:8]))}"
         )
-    role = _ROLES.get(role, role)
+    role = _ROLE_OF_SPEAKER.get(role, role)
     if "role" in value:
         return {**value, "role": role}
     return {"role": role, "content": value.get("value", "")}
 
 
 def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**40
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MAX_TIME_S

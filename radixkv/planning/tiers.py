@@ -34,7 +34,7 @@ from radixkv.planning.time_model import TimeModel
 from radixkv.scheduling.request import Request
 from radixkv.tokens import TOKEN_BYTES
 
-_UNBOUNDED_BLOCKS = 2**62
+_UNBOUNDED = 2**62  # blocks, or bytes
 _HOST_ALIGNMENT = 64  # as in radixkv/offload/tiers/host.py
 _STEP_TOKENS = 2048  # prefills are reported to `LoadOrCompute` in steps of this size
 _PAYLOAD = memoryview(b"\0")
@@ -86,7 +86,7 @@ class VirtualClock:
     def __init__(self) -> None:
         self.now_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._serials = itertools.count()
+        self._serials = itertools.count()  # so that callbacks of the same time are called in the order of `call_at`
 
     @property
     def next_s(self) -> float | None:
@@ -101,7 +101,8 @@ class VirtualClock:
         """Set the time, and call the functions that are due."""
         self.now_s = max(self.now_s, now_s)
         while self._events and self._events[0][0] <= self.now_s:
-            heapq.heappop(self._events)[2]()
+            _, _, callback = heapq.heappop(self._events)
+            callback()
 
 
 class SimulatedTiers:
@@ -134,7 +135,7 @@ class SimulatedTiers:
         tier_indexes = [TierIndex(tier.name, _num_blocks(tier, block_size)) for tier in tiers]
         self.index = OffloadIndex(tier_indexes, self._key_blocks, block_size)
         self._tiers = [_SimulatedTier(tier.name, block_size, clock, times) for tier in tiers]
-        self._choice = LoadOrCompute(block_size)
+        self._load_or_compute = LoadOrCompute(block_size)
         self._loaded_tokens: Counter[str] = Counter()
         self._waiting: dict[Request, Callable[[Request], None]] = {}
 
@@ -149,12 +150,12 @@ class SimulatedTiers:
             self.index,
             self._tiers,
             copier,
-            _UNBOUNDED_BLOCKS,
+            _UNBOUNDED,
             keys,
-            self._choice,
+            self._load_or_compute,
             clock=lambda: clock.now_s,
         )
-        self._prefetcher = Prefetcher(cache, self._offload, lambda: 0)
+        self._prefetcher = Prefetcher(cache, self._offload, num_running=lambda: 0)
 
     @property
     def num_prefetched_tokens(self) -> int:
@@ -165,8 +166,8 @@ class SimulatedTiers:
         """Advance the clock to `now_s`. Meanwhile, loads end and blocks of sessions are prefetched."""
         while True:
             wait_s = self._prefetcher.seconds_until_due(self._clock.now_s)
-            times = (self._clock.next_s, None if wait_s is None else self._clock.now_s + wait_s)
-            next_s = min((each for each in times if each is not None), default=now_s)
+            prefetch_s = None if wait_s is None else self._clock.now_s + wait_s
+            next_s = min((each for each in (self._clock.next_s, prefetch_s) if each is not None), default=now_s)
             self._clock.advance(min(next_s, now_s))
             self._process()
             if next_s >= now_s:
@@ -209,40 +210,42 @@ class SimulatedTiers:
     def note_prefill(self, seconds: float, start: int, end: int) -> None:
         """Report how long a prefill took to the choice between loading and computing."""
         for position in range(start, end, _STEP_TOKENS):
-            to = min(end, position + _STEP_TOKENS)
-            self._choice.note_step(seconds * (to - position) / (end - start), [(position, to)])
+            step_end = min(end, position + _STEP_TOKENS)
+            step_s = seconds * (step_end - position) / (end - start)
+            self._load_or_compute.note_step(step_s, [(position, step_end)])
 
     def usage(self, num_prompt_tokens: int) -> tuple[TierUsage, ...]:
         """Return the use of each tier."""
         return tuple(
             TierUsage(
                 tier.name,
-                tier.capacity_tokens,
+                capacity.capacity_tokens,
                 self._loaded_tokens[tier.name],
                 self._loaded_tokens[tier.name] / num_prompt_tokens,
-                store.num_written_blocks,
-                store.num_loaded_blocks,
+                tier.num_written_blocks,
+                tier.num_loaded_blocks,
                 len(self.index.tiers[tier.name]),
             )
-            for tier, store in zip(self._capacities, self._tiers, strict=True)
+            for capacity, tier in zip(self._capacities, self._tiers, strict=True)
         )
 
     def _process(self) -> None:
         """Do what the engine does between two steps."""
         self._prefetcher.look_ahead(self._clock.now_s)
         for request in self._prefetcher.take(self._offload.ready()):
-            self._waiting.pop(request)(request)
+            on_ready = self._waiting.pop(request)
+            on_ready(request)
         self._offload.copy()
         self._offload.save()
 
     def _key_blocks(self, namespace: Namespace, tokens: bytes, parent: bytes | None = None) -> Iterator[KeyedBlock]:
-        """Return the keys of the full blocks of a prompt; all prompts have the same namespace."""
-        size = self._block_size * TOKEN_BYTES
+        """Yield the keys of the full blocks of a prompt; they leave out the namespace, which is always the same."""
+        block_bytes = self._block_size * TOKEN_BYTES
         parent = parent or b""
-        for start in range(0, len(tokens) - size + 1, size):
-            own = tokens[start : start + size]
-            key = xxh3_128_digest(parent + own)
-            yield KeyedBlock(key, parent, own, namespace)
+        for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
+            block_tokens = tokens[start : start + block_bytes]
+            key = xxh3_128_digest(parent + block_tokens)
+            yield KeyedBlock(key, parent, block_tokens, namespace)
             parent = key
 
 
@@ -254,12 +257,12 @@ class _SimulatedTier(Tier):
     """
 
     def __init__(self, name: str, block_size: int, clock: VirtualClock, times: TimeModel | None) -> None:
-        # The constructor of `Tier` requires a store.
+        # The constructor of `Tier` is not called, since it requires a store.
         self._keys: set[bytes] = set()
         self._block_size = block_size
         self._clock = clock
         self._times = times
-        self._free_s = 0.0  # when the last load that was started ends
+        self._last_load_end_s = 0.0  # when the last load that was started ends
         self.name = name
         self.num_written_blocks = 0
         self.num_loaded_blocks = 0
@@ -269,11 +272,11 @@ class _SimulatedTier(Tier):
         """Hold the keys of blocks instead of those of the victims. Takes no time."""
         evicted = tuple(key for key in victims if key in self._keys)
         self._keys.difference_update(evicted)
-        is_new = [each.key not in self._keys for each in objects]
-        self.num_written_blocks += sum(is_new)
+        are_new = [each.key not in self._keys for each in objects]
+        self.num_written_blocks += sum(are_new)
         self._keys.update(each.key for each in objects)
-        outcomes = (PutOutcome.STORED if each else PutOutcome.ALREADY_THERE for each in is_new)
-        return _done(PutResult(tuple(outcomes), evicted))
+        outcomes = (PutOutcome.STORED if is_new else PutOutcome.ALREADY_THERE for is_new in are_new)
+        return _completed_future(PutResult(tuple(outcomes), evicted))
 
     def load(self, wanted: Sequence[Wanted]) -> Future[list[LoadedBlock | Miss]]:
         """Load blocks. The future is done when the time of the load has passed on the clock."""
@@ -281,7 +284,7 @@ class _SimulatedTier(Tier):
         seconds = 0.0
         if self._times is not None:
             seconds = self._times.load_s(self.name, len(wanted) * self._block_size)
-        self._free_s = max(self._free_s, self._clock.now_s) + seconds
+        self._last_load_end_s = max(self._last_load_end_s, self._clock.now_s) + seconds
 
         def end() -> None:
             if loaded.set_running_or_notify_cancel():
@@ -289,7 +292,7 @@ class _SimulatedTier(Tier):
                 loaded.set_result([LoadedBlock(_PAYLOAD, Loan(_PAYLOAD)) for _ in wanted])
 
         if seconds:
-            self._clock.call_at(self._free_s, end)
+            self._clock.call_at(self._last_load_end_s, end)
         else:
             end()
         return loaded
@@ -298,7 +301,7 @@ class _SimulatedTier(Tier):
         """Forget keys."""
         num_before = len(self._keys)
         self._keys.difference_update(keys)
-        return _done(num_before - len(self._keys))
+        return _completed_future(num_before - len(self._keys))
 
 
 class _SimulatedCopier:
@@ -321,7 +324,7 @@ class _SimulatedCopier:
     write_parts = write
 
 
-def _done(result: Any) -> Future[Any]:
+def _completed_future(result: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(result)
     return future
@@ -368,4 +371,4 @@ def check_tiers(tiers: Sequence[TierCapacity], block_size: int) -> None:
 
 
 def _num_blocks(tier: TierCapacity, block_size: int) -> int:
-    return _UNBOUNDED_BLOCKS if tier.capacity_tokens is None else tier.capacity_tokens // block_size
+    return _UNBOUNDED if tier.capacity_tokens is None else tier.capacity_tokens // block_size

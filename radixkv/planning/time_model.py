@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from radixkv.errors import ConfigError
 
-_MAX_FITTED = 10_000  # prefills
+_MAX_FITTED_PREFILLS = 10_000
 _NUM_ITERATIONS = 30
 _MIN_TOKEN_S = 1e-12  # in place of 0, which `TimeModel.read` refuses, and which would be an infinite rate
 _MIN_FITTED_S = 1e-9  # in place of shorter times, so that weights are finite
@@ -103,17 +103,16 @@ class TimeModel:
             measured: at least one prefill.
             token_bytes: bytes of K and V per token, the unit of the rates of tiers. 1 gives rates in tokens.
         """
-        measured = measured[:: -(-len(measured) // _MAX_FITTED)]
+        measured = measured[:: -(-len(measured) // _MAX_FITTED_PREFILLS)]
         tiers = sorted({name for each in measured for name, num_tokens in each.loaded_tokens.items() if num_tokens})
-        rows = np.array(
-            [_terms(each, tiers) for each in measured], dtype=np.float64
-        )  # [num_prefills, 3 + 2 * num_tiers]
+        # [num_prefills, 3 + 2 * num_tiers]
+        rows = np.array([_terms(each, tiers) for each in measured], dtype=np.float64)
         start_s, token_s, position_s, *loads = _fit_median(rows, np.array([each.ttft_s for each in measured]))
-        times = {}
+        load_times = {}
         for index, name in enumerate(tiers):
             latency_s, loaded_token_s = loads[2 * index : 2 * index + 2]
-            times[name] = LoadTime(token_bytes / max(loaded_token_s, _MIN_TOKEN_S), latency_s)
-        return cls(token_bytes, max(token_s, _MIN_TOKEN_S), position_s, start_s, times)
+            load_times[name] = LoadTime(token_bytes / max(loaded_token_s, _MIN_TOKEN_S), latency_s)
+        return cls(token_bytes, max(token_s, _MIN_TOKEN_S), position_s, start_s, load_times)
 
     @classmethod
     def read(cls, path: Path) -> TimeModel:
@@ -127,12 +126,14 @@ class TimeModel:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"time model {path}: expected a JSON file: {error}") from error
-        numbers = _numbers(path, "", fields, cls, others=["tiers"])
+        numbers = _read_numbers(path, "", fields, cls, others=["tiers"])
         tiers = fields.get("tiers", {})
         if not isinstance(tiers, dict):
             raise ConfigError(f"time model {path}: tiers: expected an object, got {tiers!r}")
-        times = {name: LoadTime(**_numbers(path, f"tiers.{name}.", each, LoadTime)) for name, each in tiers.items()}
-        return cls(**numbers, tiers=times)
+        load_times = {
+            name: LoadTime(**_read_numbers(path, f"tiers.{name}.", each, LoadTime)) for name, each in tiers.items()
+        }
+        return cls(**numbers, tiers=load_times)
 
 
 def _position_sum(start: int, end: int) -> float:
@@ -140,10 +141,16 @@ def _position_sum(start: int, end: int) -> float:
 
 
 def _terms(measured: MeasuredPrefill, tiers: Sequence[str]) -> list[float]:
-    """Return what the coefficients of a model are multiplied with: start, tokens and positions, then two per tier."""
-    num_loaded = [measured.loaded_tokens.get(name, 0) for name in tiers]
-    loads = [term for num_tokens in num_loaded for term in (float(num_tokens > 0), float(num_tokens))]
-    return [1.0, measured.end - measured.start, _position_sum(measured.start, measured.end), *loads]
+    """Return the factors of a model's coefficients for one prefill.
+
+    First the factors of `start_s`, `token_s` and `position_s`, then, for each tier, those of its latency and of its
+    seconds per token. The sum of all coefficients times their factors is the time to the first token.
+    """
+    terms = [1.0, measured.end - measured.start, _position_sum(measured.start, measured.end)]
+    for name in tiers:
+        num_loaded_tokens = measured.loaded_tokens.get(name, 0)
+        terms += [float(num_loaded_tokens > 0), float(num_loaded_tokens)]
+    return terms
 
 
 def _fit_median(rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> list[float]:
@@ -179,18 +186,20 @@ def _non_negative_fit(rows: npt.NDArray[np.float64], values: npt.NDArray[np.floa
     return coefficients
 
 
-def _numbers(path: Path, prefix: str, fields: Any, kind: type[Any], others: Sequence[str] = ()) -> dict[str, Any]:
-    """Validate an object of the file, and return its fields except `others`."""
+def _read_numbers(path: Path, prefix: str, fields: Any, model: type[Any], others: Sequence[str] = ()) -> dict[str, Any]:
+    """Validate an object of the file, which has the attributes of `model`, and return its fields except `others`."""
     if not isinstance(fields, dict):
         raise ConfigError(f"time model {path}: {prefix.removesuffix('.') or 'the file'}: expected an object")
-    minima = {each.name: None if each.default is dataclasses.MISSING else 0.0 for each in dataclasses.fields(kind)}
-    names = [name for name in minima if name not in others]
-    if unknown := [name for name in fields if name not in minima]:
+    # Numbers with a default have the default 0; None for the others, which are required.
+    defaults = {each.name: None if each.default is dataclasses.MISSING else 0.0 for each in dataclasses.fields(model)}
+    names = [name for name in defaults if name not in others]
+    if unknown := [name for name in fields if name not in defaults]:
         raise ConfigError(f"time model {path}: {prefix}{unknown[0]}: expected one of {', '.join(names)}")
     for name in names:
-        value: Any = fields.get(name, minima[name])
+        value: Any = fields.get(name, defaults[name])
+        is_required = defaults[name] is None
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not abs(value) <= sys.float_info.max or value < 0 or (value == 0 and minima[name] is None):
-            bound = "above 0" if minima[name] is None else "of at least 0"
+        if not is_number or not abs(value) <= sys.float_info.max or value < 0 or (value == 0 and is_required):
+            bound = "above 0" if is_required else "of at least 0"
             raise ConfigError(f"time model {path}: {prefix}{name}: expected a number {bound}, got {value!r}")
     return {name: fields[name] for name in names if name in fields}

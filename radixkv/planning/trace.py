@@ -43,7 +43,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MAX_VOCAB_SIZE = 2**32
 _NUM_IDS = 2**64
-_CLOCK_MS = 1e11  # 1973: if all timestamps are later, they are Unix times, and are made relative to the first one
+_MIN_UNIX_TIME_MS = 1e11  # 1973; if all timestamps are later, they are Unix times, and are counted from the first one
 
 _logger = logging.getLogger(__name__)
 
@@ -130,10 +130,14 @@ def load_trace(
             break
     if not recorded:
         raise ConfigError(f"trace {path}: expected at least one request in the format {trace_format.name}, got none")
-    usual = tokens_per_id or trace_format.tokens_per_id or _fitting_tokens_per_id(recorded, trace_format)
+    default_tokens_per_id = (
+        tokens_per_id or trace_format.tokens_per_id or _fitting_tokens_per_id(recorded, trace_format)
+    )
     numbers = _IdNumbers()
     requests = [
-        _trace_request(index, request, tokens_per_id or request.tokens_per_id or usual, trace_format, numbers)
+        _trace_request(
+            index, request, tokens_per_id or request.tokens_per_id or default_tokens_per_id, trace_format, numbers
+        )
         for index, request in enumerate(recorded)
     ]
     return _sort_by_time(requests, recorded, trace_format, path)
@@ -155,7 +159,7 @@ def block_tokens(
     Returns:
         uint32 `[tokens_per_id]`, owned by the caller.
     """
-    return _blocks((hash_id,), tokens_per_id, vocab_size).reshape(-1)
+    return _generate_blocks((hash_id,), tokens_per_id, vocab_size).reshape(-1)
 
 
 def prompt_tokens(request: TraceRequest, *, vocab_size: int, scale: float = 1.0) -> npt.NDArray[np.uint32]:
@@ -167,7 +171,8 @@ def prompt_tokens(request: TraceRequest, *, vocab_size: int, scale: float = 1.0)
     Args:
         request: a request of a trace.
         vocab_size: token ids are in `[0, vocab_size)`; at most 2**32.
-        scale: each id gives `tokens_per_scaled_id(scale)` tokens, and the last id its share of them, at least 1.
+        scale: each id gives `tokens_per_scaled_id(scale, request.tokens_per_id)` tokens. The last id gives the same
+            share of them as in the unscaled prompt, rounded, at least 1.
 
     Returns:
         uint32 `[num_tokens]`, owned by the caller.
@@ -176,10 +181,12 @@ def prompt_tokens(request: TraceRequest, *, vocab_size: int, scale: float = 1.0)
         Linear in the prompt, about 5 ns per token: the 145M tokens of Mooncake's conversation trace take 0.7 s.
     """
     tokens_per_id = tokens_per_scaled_id(scale, request.tokens_per_id)
-    last_tokens = request.input_length - request.tokens_per_id * (len(request.hash_ids) - 1)
-    kept_of_last = max(1, (last_tokens * tokens_per_id + request.tokens_per_id // 2) // request.tokens_per_id)
-    tokens = _blocks(request.hash_ids, tokens_per_id, vocab_size).reshape(-1)
-    return tokens[: tokens_per_id * (len(request.hash_ids) - 1) + kept_of_last]
+    num_full_ids = len(request.hash_ids) - 1
+    unscaled_last_tokens = request.input_length - request.tokens_per_id * num_full_ids
+    # Rounded, in integers.
+    last_tokens = (unscaled_last_tokens * tokens_per_id + request.tokens_per_id // 2) // request.tokens_per_id
+    tokens = _generate_blocks(request.hash_ids, tokens_per_id, vocab_size).reshape(-1)
+    return tokens[: tokens_per_id * num_full_ids + max(1, last_tokens)]
 
 
 def sequence_tokens(request: TraceRequest, *, vocab_size: int) -> npt.NDArray[np.uint32] | None:
@@ -194,7 +201,7 @@ def sequence_tokens(request: TraceRequest, *, vocab_size: int) -> npt.NDArray[np
     ids = (*request.hash_ids[:num_whole_ids], *request.output_ids)
     # The last generated token is not cached, because nothing was computed after it.
     num_tokens = min(len(ids) * request.tokens_per_id, request.input_length + request.output_length - 1)
-    return _blocks(ids, request.tokens_per_id, vocab_size).reshape(-1)[:num_tokens]
+    return _generate_blocks(ids, request.tokens_per_id, vocab_size).reshape(-1)[:num_tokens]
 
 
 def tokens_per_scaled_id(scale: float, tokens_per_id: int = TOKENS_PER_ID) -> int:
@@ -211,7 +218,8 @@ def tokens_per_scaled_id(scale: float, tokens_per_id: int = TOKENS_PER_ID) -> in
     return max(1, round(tokens_per_id * scale))
 
 
-def _blocks(hash_ids: Sequence[int], tokens_per_id: int, vocab_size: int) -> npt.NDArray[np.uint32]:
+def _generate_blocks(hash_ids: Sequence[int], tokens_per_id: int, vocab_size: int) -> npt.NDArray[np.uint32]:
+    """Generate the tokens of ids, uint32 `[num_ids, tokens_per_id]`; see `block_tokens`."""
     if not 1 <= vocab_size <= _MAX_VOCAB_SIZE:
         raise ConfigError(f"vocab_size: expected 1 to {_MAX_VOCAB_SIZE}, got {vocab_size}")
     streams = np.array(hash_ids, dtype=np.uint64)[:, None] + np.uint64(1)  # [num_ids, 1]; id 0 must not be state 0
@@ -266,7 +274,7 @@ def _trace_request(
 ) -> TraceRequest:
     """Replace ids by numbers. Tokens of the prompt after its ids get an id that no other request has."""
     num_ids, length = len(request.ids), request.input_length
-    lengths = _lengths(num_ids, tokens_per_id, trace_format.may_end_after_ids)
+    lengths = _possible_lengths(num_ids, tokens_per_id, trace_format.may_end_after_ids)
     if length not in lengths:
         raise ConfigError(
             f"{request.where}: input_length: expected {lengths.start} to {lengths.stop - 1} tokens for {num_ids} "
@@ -290,26 +298,28 @@ def _trace_request(
 
 
 def _hint(trace_format: TraceFormat) -> str:
+    """Return what to do about a length that does not fit the ids, as the end of an error message."""
     if trace_format.may_end_after_ids:
         return ""
     return "; give the tokens of an id (--tokens-per-id), or the format dynamo if ids cover only complete blocks"
 
 
 def _fitting_tokens_per_id(recorded: Sequence[RecordedRequest], trace_format: TraceFormat) -> int:
-    """Return the power of two that fits the lengths of all requests.
+    """Return the power of two that fits the lengths of all requests for which the file states no tokens per id.
 
     If several powers of two fit, this is 512 or else the smallest one. If none fits, it is 512.
     """
-    without_size = [(len(each.ids), each.input_length) for each in recorded if each.tokens_per_id is None]
-    powers = [TOKENS_PER_ID, *(1 << power for power in range(MAX_TOKENS_PER_ID.bit_length()))]
+    sizes = [(len(each.ids), each.input_length) for each in recorded if each.tokens_per_id is None]
+    candidates = [TOKENS_PER_ID, *(1 << exponent for exponent in range(MAX_TOKENS_PER_ID.bit_length()))]
+    # A number with which the ids cover whole prompts is preferred to one with which prompts end after their ids.
     for may_end_after_ids in sorted({False, trace_format.may_end_after_ids}):
-        for power in powers:
-            if all(length in _lengths(num_ids, power, may_end_after_ids) for num_ids, length in without_size):
-                return power
+        for tokens_per_id in candidates:
+            if all(length in _possible_lengths(num_ids, tokens_per_id, may_end_after_ids) for num_ids, length in sizes):
+                return tokens_per_id
     return TOKENS_PER_ID
 
 
-def _lengths(num_ids: int, tokens_per_id: int, may_end_after_ids: bool) -> range:
+def _possible_lengths(num_ids: int, tokens_per_id: int, may_end_after_ids: bool) -> range:
     """Return the possible lengths of a prompt with `num_ids` ids."""
     longest = tokens_per_id * (num_ids + 1) - 1 if may_end_after_ids else tokens_per_id * num_ids
     return range(tokens_per_id * max(num_ids - 1, 0) + 1, longest + 1)
@@ -332,6 +342,6 @@ def _sort_by_time(
     if num_untimed := sum(each.time_ms is None for each in recorded):
         message = "trace %s: %d of %d requests have no timestamp; each gets that of the request before it"
         _logger.warning(message, path, num_untimed, len(requests))
-    start_ms = min(times_ms) if min(times_ms) >= _CLOCK_MS else 0.0
+    start_ms = min(times_ms) if min(times_ms) >= _MIN_UNIX_TIME_MS else 0.0
     order = sorted(range(len(requests)), key=times_ms.__getitem__)
     return [replace(requests[index], timestamp_ms=times_ms[index] - start_ms) for index in order]

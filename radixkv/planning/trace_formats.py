@@ -36,9 +36,9 @@ _MAX_INTEGER = 2**63
 _UNIT_NAMES: Mapping[TimeUnit, str] = {"ms": "milliseconds", "s": "seconds"}
 _TEXT_FIELDS = ("messages", "conversations", "conversation", "prompt", "text", "text_input", "body", "payload")
 _CONVERT = "convert it with `radixkv trace FILE --tokenizer DIR --output TRACE`"
-_EVENTS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
-# Why an answer ended, in Anthropic's and OpenAI's terms.
-_STOPS = {
+_EVENT_NAMES = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+# What a session waits for, by the reason why its answer ended, in Anthropic's and OpenAI's terms.
+_AWAITS_OF_STOP = {
     "tool_use": Awaits.TOOL,
     "tool_calls": Awaits.TOOL,
     "end_turn": Awaits.USER,
@@ -127,11 +127,11 @@ def detect_format(record: Record) -> TraceFormat:
 # Mooncake, and formats with the same fields
 
 
-def _read_mooncake(records: Iterable[Record], unit: TimeUnit, *, trace: str) -> Iterator[RecordedRequest]:
+def _read_mooncake(records: Iterable[Record], unit: TimeUnit, *, trace_name: str) -> Iterator[RecordedRequest]:
     for where, value in records:
         fields = _object(value, where)
-        ids = _ids(_field(fields, "hash_ids", where, trace), "hash_ids", 1, where)
-        input_length = _integer(_field(fields, "input_length", where, trace), "input_length", 1, where)
+        ids = _ids(_field(fields, "hash_ids", where, trace_name), "hash_ids", 1, where)
+        input_length = _integer(_field(fields, "input_length", where, trace_name), "input_length", 1, where)
         yield RecordedRequest(
             where,
             _time_ms(fields.get("timestamp"), "timestamp", where, unit),
@@ -140,7 +140,7 @@ def _read_mooncake(records: Iterable[Record], unit: TimeUnit, *, trace: str) -> 
             ids,
             output_ids=_ids(fields.get("output_hash_ids", []), "output_hash_ids", 0, where),
             session=str(fields.get("session", "")),
-            awaits=_STOPS.get(str(fields.get("stop")), Awaits.UNKNOWN),
+            awaits=_AWAITS_OF_STOP.get(str(fields.get("stop")), Awaits.UNKNOWN),
             is_last=fields.get("last") is True,
             measured=_measured(fields, input_length, where),
         )
@@ -200,10 +200,10 @@ def _dynamo_logged(fields: dict[str, Any], where: str, unit: TimeUnit) -> Record
     if fields["event_type"] != "request_end" or not isinstance(request, dict) or not request.get("replay"):
         return None
     replay = _object(request["replay"], f"{where}: request.replay")
-    name = "request_received_ms" if request.get("request_received_ms") is not None else "event_time_unix_ms"
+    time_field = "request_received_ms" if request.get("request_received_ms") is not None else "event_time_unix_ms"
     return RecordedRequest(
         where,
-        _time_ms(request.get(name, fields.get(name)), name, where, unit),
+        _time_ms(request.get(time_field, fields.get(time_field)), time_field, where, unit),
         _integer(_field(replay, "input_length", where, "Dynamo"), "input_length", 1, where),
         _output_length(request.get("output_tokens"), "output_tokens", where),
         _ids(_field(replay, "input_sequence_hashes", where, "Dynamo"), "input_sequence_hashes", 0, where),
@@ -214,13 +214,13 @@ def _dynamo_logged(fields: dict[str, Any], where: str, unit: TimeUnit) -> Record
 def _dynamo_row(
     fields: dict[str, Any], where: str, time_ms: float | None, scope: str, tokens_per_id: int | None
 ) -> RecordedRequest:
-    length = "input_tokens" if "input_tokens" in fields else "input_length"
-    output = "output_tokens" if "output_tokens" in fields else "output_length"
+    input_field = "input_tokens" if "input_tokens" in fields else "input_length"
+    output_field = "output_tokens" if "output_tokens" in fields else "output_length"
     return RecordedRequest(
         where,
         time_ms,
-        _integer(_field(fields, length, where, "Dynamo"), length, 1, where),
-        _output_length(fields.get(output), output, where),
+        _integer(_field(fields, input_field, where, "Dynamo"), input_field, 1, where),
+        _output_length(fields.get(output_field), output_field, where),
         _ids(_field(fields, "hash_ids", where, "Dynamo"), "hash_ids", 0, where),
         scope,
         tokens_per_id,
@@ -230,17 +230,20 @@ def _dynamo_row(
 def _session_time_ms(
     fields: dict[str, Any], session_times_ms: dict[str, float], where: str, unit: TimeUnit
 ) -> float | None:
-    """Return the time of a request: its own, or the time of the previous request of its session plus a delay."""
-    names = ("timestamp", "created_time", "not_before_ms")
-    name = next((each for each in names if fields.get(each) is not None), "timestamp")
-    time_ms = _time_ms(fields.get(name), name, where, unit)
+    """Return the time of a request, and record it in `session_times_ms`.
+
+    It is the request's own time, or the time of the previous request of its session plus a delay; None without either.
+    """
+    time_fields = ("timestamp", "created_time", "not_before_ms")
+    time_field = next((each for each in time_fields if fields.get(each) is not None), "timestamp")
+    time_ms = _time_ms(fields.get(time_field), time_field, where, unit)
     session = fields.get("session_id")
     if session is None:
         return time_ms
     key = f"{fields.get('play_id', '')}\0{session}"
     if time_ms is None and key in session_times_ms:
-        delay = next((each for each in ("delay", "delay_ms") if fields.get(each) is not None), "delay")
-        time_ms = session_times_ms[key] + (_time_ms(fields.get(delay), delay, where, unit) or 0.0)
+        delay_field = next((each for each in ("delay", "delay_ms") if fields.get(each) is not None), "delay")
+        time_ms = session_times_ms[key] + (_time_ms(fields.get(delay_field), delay_field, where, unit) or 0.0)
     if time_ms is not None:
         session_times_ms[key] = time_ms
     return time_ms
@@ -262,21 +265,21 @@ def _read_weka(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRe
         if not isinstance(requests, list):
             raise ConfigError(f"{where}: requests: expected a list of requests, got {shown(requests)}")
         timed = list(_weka_requests(requests, where, unit))
-        last = max(((time_ms or 0.0, index) for index, (_, _, time_ms) in enumerate(timed)), default=None)
-        for index, (place, fields, time_ms) in enumerate(timed):
-            length = "input_length" if "input_length" in fields else "in"
-            output = "output_length" if "output_length" in fields else "out"
+        _, last_index = max(((time_ms or 0.0, index) for index, (_, _, time_ms) in enumerate(timed)), default=(0.0, 0))
+        for index, (request_where, fields, time_ms) in enumerate(timed):
+            input_field = "input_length" if "input_length" in fields else "in"
+            output_field = "output_length" if "output_length" in fields else "out"
             yield RecordedRequest(
-                place,
+                request_where,
                 time_ms,
-                _integer(_field(fields, length, place, "weka"), length, 1, place),
-                _output_length(fields.get(output), output, place),
-                _ids(fields.get("hash_ids", []), "hash_ids", 0, place),
+                _integer(_field(fields, input_field, request_where, "weka"), input_field, 1, request_where),
+                _output_length(fields.get(output_field), output_field, request_where),
+                _ids(fields.get("hash_ids", []), "hash_ids", 0, request_where),
                 scope,
                 tokens_per_id,
                 session=f"session {number}",
-                awaits=_STOPS.get(str(fields.get("stop")), Awaits.UNKNOWN),
-                is_last=last is not None and index == last[1],
+                awaits=_AWAITS_OF_STOP.get(str(fields.get("stop")), Awaits.UNKNOWN),
+                is_last=index == last_index,
             )
 
 
@@ -288,23 +291,27 @@ def _weka_requests(
     The times of a sub-agent's requests are relative to its start. If none of them is smaller than its start time, they
     are relative to the same origin as that start time.
     """
-    waiting = [(f"{where}: requests", requests, 0.0)]
-    while waiting:
-        place, level, start_ms = waiting.pop(0)
-        for index, value in enumerate(level):
-            here = f"{place}[{index}]"
-            fields = _object(value, here)
-            time_ms = _time_ms(fields.get("t"), "t", here, unit)
-            time_ms = None if time_ms is None else start_ms + time_ms
+    pending = [(f"{where}: requests", requests, 0.0)]  # lists of requests, and the time from which their times count
+    while pending:
+        list_where, values, origin_ms = pending.pop(0)
+        for index, value in enumerate(values):
+            value_where = f"{list_where}[{index}]"
+            fields = _object(value, value_where)
+            offset_ms = _time_ms(fields.get("t"), "t", value_where, unit)
+            time_ms = None if offset_ms is None else origin_ms + offset_ms
             if "requests" not in fields:
-                yield here, fields, time_ms
+                yield value_where, fields, time_ms
                 continue
-            inner = fields["requests"]
-            if not isinstance(inner, list):
-                raise ConfigError(f"{here}: requests: expected a list of requests, got {shown(inner)}")
-            times = [_time_ms(_object(each, here).get("t"), "t", here, unit) or 0.0 for each in inner]
-            is_absolute = time_ms is None or min(times, default=0.0) >= time_ms > 0
-            waiting.append((f"{here}.requests", inner, start_ms if is_absolute else time_ms or 0.0))
+            inner_requests = fields["requests"]
+            if not isinstance(inner_requests, list):
+                raise ConfigError(f"{value_where}: requests: expected a list of requests, got {shown(inner_requests)}")
+            inner_offsets_ms = [
+                _time_ms(_object(each, value_where).get("t"), "t", value_where, unit) or 0.0 for each in inner_requests
+            ]
+            have_same_origin = offset_ms is None or min(inner_offsets_ms, default=0.0) >= offset_ms > 0
+            pending.append(
+                (f"{value_where}.requests", inner_requests, origin_ms if have_same_origin else time_ms or 0.0)
+            )
 
 
 # vLLM: the log of its K/V events
@@ -332,7 +339,7 @@ def _is_vllm(value: Any) -> bool:
 
 
 def _is_event_name(value: object) -> bool:
-    return isinstance(value, str) and value in _EVENTS
+    return isinstance(value, str) and value in _EVENT_NAMES
 
 
 def _read_vllm(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRequest]:
@@ -345,26 +352,26 @@ def _read_vllm(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRe
     """
     chains: list[_Chain] = []
     parents: dict[int | str | bytes, int | str | bytes | None] = {}
-    last_blocks: dict[int | str | bytes, _Chain] = {}
-    group: object = None
+    chains_by_last_block: dict[int | str | bytes, _Chain] = {}
+    counted_group: object = None
     for where, time_ms, event in _vllm_events(records, unit):
-        hashes, parent, tokens_per_id, event_group = _read_stored_event(event, where)
+        hashes, parent, tokens_per_id, group = _parse_stored_event(event, where)
         if not hashes:
             continue
-        group = event_group if group is None else group
-        if event_group != group:  # a model with several kinds of layers has several groups: the first one counts
+        counted_group = group if counted_group is None else counted_group
+        if group != counted_group:  # a model with several kinds of layers has several groups: the first one counts
             continue
-        chain = None if parent is None else last_blocks.get(parent)
+        chain = None if parent is None else chains_by_last_block.get(parent)
         if parent is None or chain is None or not _continues(chain, where, time_ms):
-            chain = _Chain(where, time_ms, _path(parent, parents), tokens_per_id, where, time_ms)
+            chain = _Chain(where, time_ms, _hashes_up_to(parent, parents), tokens_per_id, where, time_ms)
             chains.append(chain)
         else:
-            del last_blocks[parent]
+            del chains_by_last_block[parent]
         chain.hashes += hashes
         chain.last_where, chain.last_ms = where, time_ms
-        for block_hash, before in zip(hashes, [parent, *hashes], strict=False):
-            parents.setdefault(block_hash, before)
-        last_blocks[hashes[-1]] = chain
+        for block_hash, parent_hash in zip(hashes, [parent, *hashes], strict=False):
+            parents.setdefault(block_hash, parent_hash)
+        chains_by_last_block[hashes[-1]] = chain
         if len(chain.hashes) * tokens_per_id > MAX_PROMPT_TOKENS:
             raise ConfigError(f"{where}: expected prompts of at most {MAX_PROMPT_TOKENS:,} tokens, got a longer one")
     for chain in chains:
@@ -375,12 +382,13 @@ def _read_vllm(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRe
 
 
 def _continues(chain: _Chain, where: str, time_ms: float | None) -> bool:
+    """Whether an event at this place and time belongs to the same request as the last blocks of a chain."""
     if time_ms is None or chain.last_ms is None or chain.last_where == where:
         return False
     return time_ms - chain.last_ms <= 1000 * _SAME_REQUEST_S
 
 
-def _path(
+def _hashes_up_to(
     block_hash: int | str | bytes | None, parents: Mapping[int | str | bytes, int | str | bytes | None]
 ) -> list[int | str | bytes]:
     """Return the hashes from the first block to this one, as far as the log has them."""
@@ -401,22 +409,29 @@ def _vllm_events(
     for where, value in records:
         if isinstance(value, dict) and "events" in value:
             time, events = value.get("ts"), value["events"]
-        elif isinstance(value, list) and len(value) >= 2 and isinstance(value[1], list) and not _has_event_name(value):
+        elif (
+            isinstance(value, list) and len(value) >= 2 and isinstance(value[1], list) and not _begins_with_name(value)
+        ):
             time, events = value[0], value[1]
         else:
-            time, events = value.get("ts") if isinstance(value, dict) else None, [value]
+            time = value.get("ts") if isinstance(value, dict) else None
+            events = [value]
         time_ms = _time_ms(time, "ts", where, unit)
         if not isinstance(events, list):
             raise ConfigError(f"{where}: events: expected a list of events, got {shown(events)}")
         for event in events:
-            name = event.get("type") if isinstance(event, dict) else event[0] if _has_event_name(event) else None
+            name = None
+            if isinstance(event, dict):
+                name = event.get("type")
+            elif _begins_with_name(event):
+                name = event[0]
             if not _is_event_name(name):
-                raise ConfigError(f"{where}: expected events {', '.join(sorted(_EVENTS))}, got {shown(event)}")
+                raise ConfigError(f"{where}: expected events {', '.join(sorted(_EVENT_NAMES))}, got {shown(event)}")
             if name == "BlockStored":
                 yield where, time_ms, event
 
 
-def _has_event_name(value: object) -> bool:
+def _begins_with_name(value: object) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], str)
 
 
@@ -434,7 +449,7 @@ _STORED_FIELDS = (
 )
 
 
-def _read_stored_event(
+def _parse_stored_event(
     event: dict[str, Any] | list[Any], where: str
 ) -> tuple[Sequence[int | str | bytes], int | str | bytes | None, int, object]:
     """Return hashes, parent, tokens per block and group of a BlockStored event; no hashes for an event of a tier."""
@@ -457,12 +472,12 @@ def _object(value: object, where: str) -> dict[str, Any]:
     return value
 
 
-def _field(fields: Mapping[str, Any], name: str, where: str, trace: str) -> object:
+def _field(fields: Mapping[str, Any], name: str, where: str, trace_name: str) -> object:
     try:
         return fields[name]
     except KeyError:
         got = ", ".join(map(str, itertools.islice(fields, 8))) or "none"
-        message = f"{where}: {name}: expected this field of a {trace} trace, got fields: {got}"
+        message = f"{where}: {name}: expected this field of a {trace_name} trace, got fields: {got}"
         if name == "hash_ids":
             message += "; without ids a trace does not say which prompts share a prefix"
             message += f"; if it has text, {_CONVERT}" if any(each in fields for each in _TEXT_FIELDS) else ""
@@ -498,7 +513,8 @@ def _time_ms(value: object, name: str, where: str, unit: TimeUnit) -> float | No
 def _ids(value: object, name: str, minimum: int, where: str) -> Sequence[int | str | bytes]:
     """Return ids of any kind. Floats without a fraction count as integers, since some JSON writers produce them."""
     if not isinstance(value, list) or len(value) < minimum:
-        raise ConfigError(f"{where}: {name}: expected a list{' of at least one id' * minimum}, got {shown(value)}")
+        expected = "a list of at least one id" if minimum else "a list"
+        raise ConfigError(f"{where}: {name}: expected {expected}, got {shown(value)}")
     if {int, str, bytes}.issuperset(map(type, value)):
         return value
     ids: list[int | str | bytes] = []
@@ -529,7 +545,7 @@ FORMATS: Mapping[str, TraceFormat] = {
             "bailian",
             "Alibaba's requests with chat_id and hash_ids",
             _is_bailian,
-            partial(_read_mooncake, trace="Bailian"),
+            partial(_read_mooncake, trace_name="Bailian"),
             "s",
             tokens_per_id=16,
         ),
@@ -545,7 +561,7 @@ FORMATS: Mapping[str, TraceFormat] = {
             "mooncake",
             "requests with timestamp, input_length, output_length and hash_ids",
             lambda value: isinstance(value, dict) and "hash_ids" in value,
-            partial(_read_mooncake, trace="Mooncake"),
+            partial(_read_mooncake, trace_name="Mooncake"),
             "ms",
         ),
     )

@@ -23,14 +23,15 @@ MAX_VALUE_BYTES = 2**30  # maximum size of a line, and of a JSON document with s
 _GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952, section 2.3.1; no JSON begins with it
 _BOM = b"\xef\xbb\xbf"
 _SUFFIXES = (".json", ".jsonl", ".msgpack")
-_UNPACKERS = {
+# Formats that are refused: their first bytes, and what an error message says about them.
+_FOREIGN_FORMATS = {
     b"\x28\xb5\x2f\xfd": "zstd data; unpack it with `unzstd`",
     b"\xfd7zXZ": "xz data; unpack it with `unxz`",
     b"BZh": "bzip2 data; unpack it with `bunzip2`",
     b"PK\x03\x04": "a zip archive; unpack it with `unzip`",
     b"PAR1": "a Parquet file; write it as JSON lines, as pandas does with `to_json(..., orient='records', lines=True)`",
 }
-_SHOWN_CHARACTERS = 60
+_MAX_SHOWN_CHARACTERS = 60
 
 
 class Record(NamedTuple):
@@ -59,7 +60,7 @@ def read_records(path: Path) -> Iterator[Record]:
     try:
         for file in _files(path):
             with file.open("rb") as stream:
-                for record in _stream_records(_unpack(stream), str(file)):
+                for record in _stream_records(_decompress(stream), str(file)):
                     yield record
                     num_records += 1
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -77,7 +78,7 @@ def _files(path: Path) -> list[Path]:
     return files or [path]  # which open() refuses as a directory
 
 
-def _unpack(stream: BinaryIO) -> io.BufferedReader:
+def _decompress(stream: BinaryIO) -> io.BufferedReader:
     reader = cast(io.BufferedReader, stream)  # a pipe can be peeked at, but not read again
     if reader.peek(2)[:2] != _GZIP_MAGIC:
         return reader
@@ -86,12 +87,12 @@ def _unpack(stream: BinaryIO) -> io.BufferedReader:
 
 def _stream_records(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     start = stream.peek(8)[:8]
-    for magic, kind in _UNPACKERS.items():
+    for magic, explanation in _FOREIGN_FORMATS.items():
         if start.startswith(magic):
-            raise ConfigError(f"{name}:1: expected a JSON object, got bytes that are not UTF-8 text: {kind}")
+            raise ConfigError(f"{name}:1: expected a JSON object, got bytes that are not UTF-8 text: {explanation}")
     if start and _begins_msgpack(start[0]):
-        return _messages(stream, name)
-    return _json_values(stream, name)
+        return _msgpack_records(stream, name)
+    return _json_records(stream, name)
 
 
 def _begins_msgpack(first_byte: int) -> bool:
@@ -99,12 +100,12 @@ def _begins_msgpack(first_byte: int) -> bool:
     return 0x80 <= first_byte <= 0x9F or 0xDC <= first_byte <= 0xDF
 
 
-def _messages(stream: io.BufferedReader, name: str) -> Iterator[Record]:
+def _msgpack_records(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     require_package(f"trace {name}", "msgpack", "msgpack", "events")
     import msgpack
 
     unpacker = msgpack.Unpacker(stream, max_buffer_size=MAX_VALUE_BYTES, strict_map_key=False)
-    number = end = 0
+    number = end = 0  # of the last complete message
     try:
         for number, value in enumerate(unpacker, start=1):
             yield Record(f"{name}: message {number}", value)
@@ -117,7 +118,7 @@ def _messages(stream: io.BufferedReader, name: str) -> Iterator[Record]:
         raise ConfigError(f"{name}: message {number + 1}: expected a whole msgpack message, got the end of the file")
 
 
-def _json_values(stream: io.BufferedReader, name: str) -> Iterator[Record]:
+def _json_records(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     is_first = True
     for line_number, line in enumerate(_lines(stream, name), start=1):
         if line_number == 1:
@@ -135,9 +136,9 @@ def _json_values(stream: io.BufferedReader, name: str) -> Iterator[Record]:
             _refuse_table(line, where)
             if not line.lstrip().startswith((b"{", b"[")):
                 raise
-            yield from _documents(line + _rest(stream, name), where, error)
+            yield from _document_records(line + _read_rest(stream, name), where, error)
             return
-        yield from _items(where, value)
+        yield from _records_of(where, value)
 
 
 def _lines(stream: io.BufferedReader, name: str) -> Iterator[bytes]:
@@ -149,27 +150,29 @@ def _lines(stream: io.BufferedReader, name: str) -> Iterator[bytes]:
         number += 1
 
 
-def _rest(stream: io.BufferedReader, name: str) -> bytes:
-    rest = stream.read(MAX_VALUE_BYTES + 1)
-    if len(rest) > MAX_VALUE_BYTES:
+def _read_rest(stream: io.BufferedReader, name: str) -> bytes:
+    data = stream.read(MAX_VALUE_BYTES + 1)
+    if len(data) > MAX_VALUE_BYTES:
         raise ConfigError(f"{name}: expected a JSON document of at most {MAX_VALUE_BYTES:,} bytes, got a longer one")
-    return rest
+    return data
 
 
-def _documents(data: bytes, where: str, refused_line: ConfigError) -> Iterator[Record]:
+def _document_records(data: bytes, where: str, refused_line: ConfigError) -> Iterator[Record]:
     """Yield JSON values that span several lines.
 
     Raises:
         ConfigError: `refused_line` if not even the first value is complete, since the file then consists of JSON lines.
     """
-    decode, name = json.JSONDecoder().raw_decode, where.rpartition(":")[0]
+    decode = json.JSONDecoder().raw_decode
+    name, _, first_line = where.rpartition(":")
     text = _parse(data, where, str)
-    position, first_line = 0, int(where.rpartition(":")[2])
+    position = 0
     while position < len(text):
         if text[position].isspace():
             position += 1
             continue
-        value_where = f"{name}:{first_line + text.count(chr(10), 0, position)}"
+        line_number = int(first_line) + text.count("\n", 0, position)
+        value_where = f"{name}:{line_number}"
         try:
             value, end = decode(text, position)
         except (ValueError, RecursionError) as error:
@@ -177,11 +180,12 @@ def _documents(data: bytes, where: str, refused_line: ConfigError) -> Iterator[R
                 raise refused_line from None
             message = f"{value_where}: expected a JSON object, got text that is not JSON ({error})"
             raise ConfigError(message) from error
-        yield from _items(value_where, value)
+        yield from _records_of(value_where, value)
         position = end
 
 
-def _items(where: str, value: Any) -> Iterable[Record]:
+def _records_of(where: str, value: Any) -> Iterable[Record]:
+    """Return one record per object if the value is a list of objects, otherwise one record."""
     if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
         return [Record(f"{where}: item {number}", each) for number, each in enumerate(value)]
     return [Record(where, value)]
@@ -198,12 +202,13 @@ def _parse(data: bytes, where: str, parse: Callable[[str], Any]) -> Any:
 
 def _refuse_table(line: bytes, where: str) -> None:
     """Refuse a CSV file by its first line. Public traces in this format contain only lengths."""
-    text = line.decode(errors="replace").strip()
+    text = line.decode(errors="replace").strip()  # "\ufffd" stands for bytes that are not UTF-8
     columns = next((text.split(each) for each in ",;\t" if each in text), [])
     if len(columns) < 2 or text[0] in '{["' or not text.replace("\t", " ").isprintable() or "\ufffd" in text:
         return
     names = ", ".join(each.strip() for each in columns)
-    names = names if len(names) <= _SHOWN_CHARACTERS else names[: _SHOWN_CHARACTERS - 3] + "..."
+    if len(names) > _MAX_SHOWN_CHARACTERS:
+        names = names[: _MAX_SHOWN_CHARACTERS - 3] + "..."
     raise ConfigError(
         f"{where}: expected JSON, got a table with the columns {names}. A table of lengths does not say which prompts "
         "share a prefix. Take a trace with hash_ids, or log the prompts and convert the log with `radixkv trace`; "

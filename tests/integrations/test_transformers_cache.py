@@ -145,7 +145,7 @@ def test_generated_tokens_are_read_from_the_device_once_per_block(llama: Any, mo
         sizes.append(tuple(input_ids.shape))
         return input_ids.numpy().astype(np.uint32)
 
-    monkeypatch.setattr(prompt_cache, "_numpy", counted)
+    monkeypatch.setattr(prompt_cache, "_copy_to_host", counted)
     radix, ids = RadixCache(llama, 1024, block_size=8), prompt(1, 20)
     radix.generate(ids, **GREEDY | {"max_new_tokens": 22})
     assert sizes == [(1, 20), (1, 20), (1, 4), (1, 8), (1, 8), (1, 1)], "the prompt is verified, and then published"

@@ -444,6 +444,25 @@ def test_without_memory_for_a_copy_the_generation_goes_on(llama: Any, monkeypatc
     radix.close()
 
 
+def test_blocks_that_could_not_be_copied_are_saved_later(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def num_saved_blocks() -> int:
+        with RadixCache(llama, 256, block_size=4, tiers={"host_bytes": BYTES}) as radix:
+            radix.generate(prompt(1, 40), **GREEDY)
+            return int(radix.tier_counts["saved"])
+
+    read_blocks, num_copied = KVSlots.read_blocks, []
+
+    def fail_once(slots: KVSlots, indexes: Any) -> Any:
+        num_copied.append(len(indexes))
+        if len(num_copied) == 1:
+            raise MemoryError
+        return read_blocks(slots, indexes)
+
+    expected = num_saved_blocks()
+    monkeypatch.setattr(KVSlots, "read_blocks", fail_once)
+    assert num_saved_blocks() == expected > num_copied[0] == 10, "the blocks of the prompt are saved with the answer's"
+
+
 def test_a_forward_pass_with_autocast_is_refused(llama: Any) -> None:
     radix = RadixCache(llama, 256)
     with (

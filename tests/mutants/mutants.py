@@ -1690,10 +1690,10 @@ INTEGRATION_MUTANTS = (
     Mutant("integrations/transformers/prefix_store.py", "            self._epoch += 1\n", ""),
     Mutant(
         "integrations/transformers/prefix_store.py",
-        "                    if start < first:",
+        "                    if num_cached_blocks < first_block:",
         "                    if False:",
     ),
-    Mutant("integrations/transformers/prefix_store.py", "payloads[start - first :]", "payloads"),
+    Mutant("integrations/transformers/prefix_store.py", "payloads[num_cached_blocks - first_block :]", "payloads"),
     Mutant(
         "integrations/transformers/prefix_store.py",
         "                self._tiers.purge(tenant, salt)\n",
@@ -1701,8 +1701,8 @@ INTEGRATION_MUTANTS = (
     ),
     Mutant(
         "integrations/transformers/kv_slots.py",
-        "dequantize(values, scales[..., 0], self._quantized, self.dtype)",
-        "dequantize(values, scales[..., 0] * 1.001, self._quantized, self.dtype)",
+        "dequantize(values, scales[..., 0], self._quantized_dtype, self.dtype)",
+        "dequantize(values, scales[..., 0] * 1.001, self._quantized_dtype, self.dtype)",
     ),
     Mutant(
         "integrations/transformers/kv_slots.py",
@@ -1711,7 +1711,7 @@ INTEGRATION_MUTANTS = (
     ),
     Mutant(
         "integrations/transformers/model_weights.py",
-        "            digest.update(rows[start : start + _PIECE_BYTES].cpu().numpy().data)\n",
+        "            digest.update(weight_bytes[start : start + _PIECE_BYTES].cpu().numpy().data)\n",
         "            pass\n",
     ),
     Mutant(
@@ -1741,13 +1741,13 @@ INTEGRATION_MUTANTS = (
     ),
     Mutant(
         "integrations/transformers/model_weights.py",
-        "            test.update(each.detach()",
+        "            kv_digest.update(each.detach()",
         "            xxh3_128().update(each.detach()",
     ),
     Mutant("integrations/tiers/byte_store.py", "        self.wait_for_writes(limit_s)\n", ""),
     Mutant(
         "integrations/transformers/prefix_store.py",
-        "if not _are_finite(new):",
+        "if not _are_finite(new_kv):",
         "if False:",
     ),
     Mutant("integrations/transformers/prompt_cache.py", "                layer.cumulative_length = length\n", ""),
@@ -1774,7 +1774,7 @@ INTEGRATION_MUTANTS = (
     ),
 )
 EVALUATION_MUTANTS = (
-    Mutant("integrations/evaluation.py", "key=lambda index: tokens(requests[index])", "key=lambda index: 0"),
+    Mutant("integrations/evaluation.py", "key=lambda index: tokens_of(requests[index])", "key=lambda index: 0"),
     Mutant(
         "integrations/evaluation.py", "            return self._tokenizer.encode_rendered(text)\n", "            pass\n"
     ),
@@ -1797,29 +1797,35 @@ TIERS_MUTANTS = (
         "                elif self._waiting_bytes + payload.nbytes > self._max_waiting_bytes:",
         "                elif False:",
     ),
-    Mutant("integrations/tiers/byte_store.py", "elif not each.index.has_room_for(tenant):", "elif False:"),
-    Mutant("integrations/tiers/byte_store.py", "                        each.record.note(block.namespace)\n", ""),
-    Mutant("integrations/tiers/byte_store.py", "if outcome in _HELD:", "if True:"),
+    Mutant("integrations/tiers/byte_store.py", "elif not open_tier.index.has_room_for(tenant):", "elif False:"),
+    Mutant("integrations/tiers/byte_store.py", "                        open_tier.record.note(block.namespace)\n", ""),
+    Mutant("integrations/tiers/byte_store.py", "if outcome in _SAVED_OUTCOMES:", "if True:"),
     Mutant(
         "integrations/tiers/byte_store.py",
-        "                if is_gone and each.index.holds(block.key):",
+        "                if is_gone and open_tier.index.holds(block.key):",
         "                if False:",
     ),
     Mutant("integrations/tiers/byte_store.py", "shares_of=options.shares_of", ""),
     Mutant("integrations/tiers/byte_store.py", "index.add_found(reversed(recorded.blocks))", "index.add_found([])"),
-    Mutant("integrations/tiers/rank_index.py", "bool(self._keys) and all(", "any("),
-    Mutant("integrations/tiers/rank_index.py", "self._keys[rank].difference_update(removed)", "pass"),
+    Mutant("integrations/tiers/rank_index.py", "bool(self._keys_by_rank) and all(", "any("),
+    Mutant("integrations/tiers/rank_index.py", "self._keys_by_rank[rank].difference_update(removed)", "pass"),
     Mutant(
-        "integrations/tiers/kv_layers.py", "            if layer.data_ptr() in seen:\n                continue\n", ""
+        "integrations/tiers/kv_layers.py",
+        "            if layer.data_ptr() in seen_pointers:\n                continue\n",
+        "",
     ),
     Mutant("integrations/tiers/sized_stores.py", "if found_format == asdict(", "if True or found_format == asdict("),
-    Mutant("integrations/tiers/vllm_connector.py", "(request.num_tokens - 1) // size", "request.num_tokens // size"),
+    Mutant(
+        "integrations/tiers/vllm_connector.py",
+        "(request.num_tokens - 1) // block_size",
+        "request.num_tokens // block_size",
+    ),
     Mutant("integrations/tiers/vllm_connector.py", "        if prompt.has_failed:\n            return 0\n", ""),
     Mutant("integrations/tiers/vllm_connector.py", "request.lora_request is None and not request.resumable", "True"),
     Mutant("integrations/tiers/vllm_connector.py", "        self._epoch = secrets.token_hex(16)\n", ""),
     Mutant(
         "integrations/tiers/vllm_connector.py",
-        "block_id for (_, block_id), is_loaded in zip(load.staged, loaded, strict=True) if not is_loaded",
+        "block_id for (_, block_id), each in pairs if not each",
         "block_id for _, block_id in ()",
     ),
     Mutant("integrations/tiers/vllm_connector.py", "is_whole = [all(is_stored", "is_whole = [any(is_stored"),
@@ -1828,5 +1834,5 @@ TIERS_MUTANTS = (
         "copies = [bytes(value.byte_array) for value in objects]",
         "copies = [value.byte_array for value in objects]",
     ),
-    Mutant("integrations/tiers/sglang_storage.py", "            lengths &= usable\n", ""),
+    Mutant("integrations/tiers/sglang_storage.py", "            usable_lengths &= usable_in_pool\n", ""),
 )

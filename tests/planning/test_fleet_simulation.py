@@ -160,13 +160,13 @@ def test_requests_are_computed_one_after_the_other() -> None:
     world.now_s = 11.0
     assert world.send(1, 1, 2, 3, 4, 6, 7) is None
     world.now_s = 15.0
-    job, computed_tokens, next_end_s = world.replica.end()
-    assert (job.index, computed_tokens, next_end_s) == (0, 5, 17.0)  # 4 tokens are cached
+    request, computed_tokens, next_end_s = world.replica.end()
+    assert (request.index, computed_tokens, next_end_s) == (0, 5, 17.0)  # 4 tokens are cached
     world.now_s = 17.0
-    job, computed_tokens, next_end_s = world.replica.end()
-    assert (job.index, computed_tokens, next_end_s) == (1, 2, None)
+    request, computed_tokens, next_end_s = world.replica.end()
+    assert (request.index, computed_tokens, next_end_s) == (1, 2, None)
     assert (world.replica.computed_tokens, world.replica.cached_tokens) == (7, 4)
-    assert world.replica.waits_s == [5.0, 6.0]
+    assert world.replica.ttfts_s == [5.0, 6.0]
 
 
 def test_news_are_the_events_of_the_cache() -> None:

@@ -361,6 +361,15 @@ def test_sub_agents_of_weka_with_absolute_times_are_not_moved(tmp_path: Path) ->
     assert [each.hash_ids[0] for each in load_trace(written(tmp_path, session))] == [20, 25, 30]
 
 
+def test_times_of_a_weka_sub_agent_can_count_from_the_start_of_the_agent_that_started_it(tmp_path: Path) -> None:
+    innermost = {"t": 5, "type": "subagent", "requests": [{"t": 6, "type": "n", "in": 64, "out": 1, "hash_ids": [16]}]}
+    first = {"t": 0, "type": "n", "in": 64, "out": 1, "hash_ids": [10]}
+    agent = {"t": 10, "type": "subagent", "requests": [first, innermost]}
+    session = {"block_size": 64, "hash_id_scope": "global", "requests": [agent]}
+    trace = load_trace(written(tmp_path, session))
+    assert [(each.hash_ids[0], each.timestamp_ms) for each in trace] == [(10, 10_000), (16, 16_000)]
+
+
 @pytest.mark.parametrize("times", [(None, None, None), (0, 0, 0), (0, 1, 2)])
 def test_the_last_request_of_a_weka_session_is_marked(tmp_path: Path, times: tuple[int | None, ...]) -> None:
     requests = [{"t": time, "type": "n", "in": 64, "out": 1, "hash_ids": [7]} for time in times]

@@ -35,10 +35,10 @@ from radixkv.tokens import TOKEN_BYTES
 
 _log = logging.getLogger(__name__)
 
-_HELD = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
+_SAVED_OUTCOMES = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
 # Maximum number of remembered keys of a shared store. They take about 30 MB.
-_KNOWN_KEYS = 1 << 18
-# Loads are split into parts of this size: each is read well within `load_limit_s`, and does not fill a store's queue.
+_MAX_KNOWN_KEYS = 1 << 18
+# Loads are split into batches of this size. Each is read well within `load_limit_s`, and does not fill a store's queue.
 _LOAD_BYTES = 64 << 20
 _CLOSE_LIMIT_S = 30.0
 _LAYOUT_BYTES = 16
@@ -129,12 +129,12 @@ class ByteStore:
         saved: Future[list[bool]] = Future()
         keys = [block.key for block, _ in values]
         calls: list[Future[PutResult | None]] = []
-        for each in self._tiers:
-            new, victims = self._admit(each, values)
-            if new:
-                objects = [self._object(each.tier, *values[index]) for index in new]
-                call = each.tier.save(objects, victims)
-                call.add_done_callback(partial(self._note_saved, each, objects, victims))
+        for open_tier in self._tiers:
+            admitted, victims = self._admit(open_tier, values)
+            if admitted:
+                objects = [self._object(open_tier.tier, *values[index]) for index in admitted]
+                call = open_tier.tier.save(objects, victims)
+                call.add_done_callback(partial(self._note_saved, open_tier, objects, victims))
                 calls.append(call)
         call_when_done(calls, lambda: saved.set_result([self.holds(key) for key in keys]))
         return saved
@@ -149,7 +149,7 @@ class ByteStore:
         Returns:
             Whether each value was loaded.
         """
-        batch = max(1, _LOAD_BYTES // self.block_format.payload_bytes)
+        batch_size = max(1, _LOAD_BYTES // self.block_format.payload_bytes)
         loaded = [False] * len(values)
         result: Future[list[bool]] = Future()
 
@@ -157,13 +157,14 @@ class ByteStore:
             while start < len(values):
                 calls: list[Future[list[LoadedBlock | Miss]]] = []
                 are_done = True
-                for each, indexes in self._parts(values, range(start, min(start + batch, len(values)))):
-                    of_tier = [values[index] for index in indexes]
-                    call = each.tier.load([self._wanted(each.tier, block) for block, _ in of_tier])
+                batch = range(start, min(start + batch_size, len(values)))
+                for open_tier, indexes in self._divide_load(values, batch):
+                    tier_values = [values[index] for index in indexes]
+                    call = open_tier.tier.load([self._wanted(open_tier.tier, block) for block, _ in tier_values])
                     are_done = call.done() and are_done
-                    call.add_done_callback(partial(self._note_loaded, each, of_tier, indexes, loaded))
+                    call.add_done_callback(partial(self._note_loaded, open_tier, tier_values, indexes, loaded))
                     calls.append(call)
-                start += batch
+                start += batch_size
                 if not are_done:  # if they are, the callbacks have run; a recursive call could exceed the stack
                     call_when_done(calls, partial(load, start))
                     return
@@ -175,15 +176,15 @@ class ByteStore:
     def touch(self, keys: Sequence[bytes]) -> list[bool]:
         """Mark values as used. Returns which of them every tier holds or is saving, so that they need no `save`."""
         is_everywhere = [True] * len(keys)
-        for each in self._tiers:
+        for open_tier in self._tiers:
             with self._lock:
-                held = [key in each.index for key in keys]
-                touched = [key for key, is_held in zip(keys, held, strict=True) if is_held]
+                is_held = [key in open_tier.index for key in keys]
+                touched = [key for key, is_key_held in zip(keys, is_held, strict=True) if is_key_held]
                 for key in touched:
-                    each.index.note_evicted(key)  # now the most recently used value
-            is_everywhere = [first and second for first, second in zip(is_everywhere, held, strict=True)]
-            if touched and each.index.is_shared:
-                each.tier.touch(touched).add_done_callback(partial(self._note_touched, each, touched))
+                    open_tier.index.note_evicted(key)  # now the most recently used value
+            is_everywhere = [everywhere and here for everywhere, here in zip(is_everywhere, is_held, strict=True)]
+            if touched and open_tier.index.is_shared:
+                open_tier.tier.touch(touched).add_done_callback(partial(self._note_touched, open_tier, touched))
         return is_everywhere
 
     def holds(self, key: bytes, *, is_local: bool = False) -> bool:
@@ -211,11 +212,11 @@ class ByteStore:
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete values from all tiers, without waiting."""
-        for each in self._tiers:
+        for open_tier in self._tiers:
             with self._lock:
                 for key in keys:
-                    each.index.remove(key)
-            self._delete(each.tier, keys)
+                    open_tier.index.remove(key)
+            self._delete(open_tier.tier, keys)
 
     def purge(self, scope: KeyScope, limit_s: float) -> None:
         """Delete the values in host memory and on disk whose keys are in a scope, including those that are being saved.
@@ -329,7 +330,7 @@ class ByteStore:
             is_shared=is_shared,
         )
         if is_shared:
-            return _OpenTier(tier, SharedTierIndex(name, _KNOWN_KEYS), None)
+            return _OpenTier(tier, SharedTierIndex(name, _MAX_KNOWN_KEYS), None)
         index = TierIndex(name, backend.size().max_objects or 0, shares_of=options.shares_of)
         if not isinstance(backend, DiskStore):
             return _OpenTier(tier, index, None)
@@ -341,30 +342,36 @@ class ByteStore:
         _log.info("tier disk: %d values of an earlier process in %s", len(index), backend.path)
         return _OpenTier(tier, index, record)
 
-    def _admit(self, each: _OpenTier, values: Sequence[tuple[KeyedBlock, memoryview]]) -> tuple[list[int], list[bytes]]:
-        """Decide what a tier saves. Returns the indexes of these values, and the keys that it evicts for them."""
-        new: list[int] = []
+    def _admit(
+        self, open_tier: _OpenTier, values: Sequence[tuple[KeyedBlock, memoryview]]
+    ) -> tuple[list[int], list[bytes]]:
+        """Decide which values a tier saves, and add them to its index.
+
+        Returns:
+            The indexes of these values, and the keys that the tier evicts for them.
+        """
+        admitted: list[int] = []
         victims: list[bytes] = []
         with self._lock:
             for index, (block, payload) in enumerate(values):
                 tenant = block.namespace.tenant
-                if block.key in each.index:
+                if block.key in open_tier.index:
                     continue
                 if payload.nbytes != self.block_format.payload_bytes:
                     self._counts["wrong_size"] += 1
                 elif self._waiting_bytes + payload.nbytes > self._max_waiting_bytes:
                     self._counts["dropped"] += 1
-                elif not each.index.has_room_for(tenant):
+                elif not open_tier.index.has_room_for(tenant):
                     self._counts["refused"] += 1
                 else:
-                    victim = each.index.add(block.key, block.namespace)
+                    victim = open_tier.index.add(block.key, block.namespace)
                     victims += [] if victim is None else [victim]
-                    if each.record is not None:
-                        each.record.note(block.namespace)
-                        each.record.tidy(each.index.owned)
+                    if open_tier.record is not None:
+                        open_tier.record.note(block.namespace)
+                        open_tier.record.tidy(open_tier.index.owned)
                     self._waiting_bytes += payload.nbytes
-                    new.append(index)
-        return new, victims
+                    admitted.append(index)
+        return admitted, victims
 
     def _object(self, tier: Tier, block: KeyedBlock, payload: memoryview) -> BlockObject:
         protection = tier.protection_of(block.namespace.tenant)
@@ -375,7 +382,7 @@ class ByteStore:
 
     def _note_saved(
         self,
-        each: _OpenTier,
+        open_tier: _OpenTier,
         objects: Sequence[BlockObject],
         victims: Sequence[bytes],
         future: Future[PutResult | None],
@@ -384,17 +391,18 @@ class ByteStore:
         with self._lock:
             outcomes = (None,) * len(objects) if result is None else result.outcomes
             for saved, outcome in zip(objects, outcomes, strict=True):
-                if outcome in _HELD:
-                    each.index.note_stored(saved.key)
+                if outcome in _SAVED_OUTCOMES:
+                    open_tier.index.note_stored(saved.key)
                 else:
-                    each.index.remove(saved.key)
+                    open_tier.index.remove(saved.key)
             for key in () if result is None else result.evicted:
-                if each.index.holds(key):  # otherwise it is being saved again
-                    each.index.remove(key)
-            unindexed = [saved.key for saved in objects if saved.key not in each.index]
-            unindexed += [key for key in victims if key not in each.index]
-        if unindexed and not each.index.is_shared:
-            self._delete(each.tier, unindexed)  # the store may hold some of them, if the call failed or evicted others
+                if open_tier.index.holds(key):  # otherwise it is being saved again
+                    open_tier.index.remove(key)
+            unindexed = [saved.key for saved in objects if saved.key not in open_tier.index]
+            unindexed += [key for key in victims if key not in open_tier.index]
+        if unindexed and not open_tier.index.is_shared:
+            # The store may hold some of them, if the call failed, or evicted other keys than the victims.
+            self._delete(open_tier.tier, unindexed)
         with self._idle:
             self._waiting_bytes -= sum(saved.payload.nbytes for saved in objects)
             self._idle.notify_all()
@@ -411,32 +419,32 @@ class ByteStore:
             self._num_deletions -= 1
             self._idle.notify_all()
 
-    def _note_touched(self, each: _OpenTier, keys: Sequence[bytes], future: Future[list[bool] | None]) -> None:
+    def _note_touched(self, open_tier: _OpenTier, keys: Sequence[bytes], future: Future[list[bool] | None]) -> None:
         with self._lock:
             for key, is_there in zip(keys, future.result() or [], strict=False):
-                if not is_there and each.index.holds(key):
-                    each.index.remove(key)  # the next save writes it again
+                if not is_there and open_tier.index.holds(key):
+                    open_tier.index.remove(key)  # the next save writes it again
 
-    def _parts(
+    def _divide_load(
         self, values: Sequence[tuple[KeyedBlock, memoryview]], indexes: range
     ) -> list[tuple[_OpenTier, list[int]]]:
-        """Divide a load among the tiers."""
-        parts: dict[int, list[int]] = defaultdict(list)
+        """Divide a load among the tiers. Returns, for each tier, the indexes of the values to load from it."""
+        indexes_by_tier: dict[int, list[int]] = defaultdict(list)
         with self._lock:
             for index in indexes:
                 key = values[index][0].key
                 number = next((number for number, each in enumerate(self._tiers) if each.index.holds(key)), None)
-                if number is None:
+                if number is None:  # a shared store may hold values that its index does not have
                     number = next((number for number, each in enumerate(self._tiers) if each.index.is_shared), None)
                 if number is None:
                     self._counts["missed"] += 1
                 else:
-                    parts[number].append(index)
-            return [(self._tiers[number], part) for number, part in parts.items()]
+                    indexes_by_tier[number].append(index)
+            return [(self._tiers[number], tier_indexes) for number, tier_indexes in indexes_by_tier.items()]
 
     def _note_loaded(
         self,
-        each: _OpenTier,
+        open_tier: _OpenTier,
         values: Sequence[tuple[KeyedBlock, memoryview]],
         indexes: Sequence[int],
         loaded: list[bool],
@@ -448,20 +456,20 @@ class ByteStore:
                     np.frombuffer(target, np.uint8)[:] = np.frombuffer(result.payload, np.uint8)
                 loaded[index] = True
                 with self._lock:
-                    self._note_read(each, block)
+                    self._note_read(open_tier, block)
                 continue
             with self._lock:
                 self._counts["missed"] += 1
                 is_gone = result is Absence.ABSENT or isinstance(result, ObjectFault)
-                if is_gone and each.index.holds(block.key):
-                    each.index.remove(block.key)
+                if is_gone and open_tier.index.holds(block.key):
+                    open_tier.index.remove(block.key)
 
-    def _note_read(self, each: _OpenTier, block: KeyedBlock) -> None:
-        if block.key in each.index:
-            each.index.note_evicted(block.key)  # now the most recently used value
-        elif each.index.is_shared:
-            each.index.add(block.key, block.namespace)
-            each.index.note_stored(block.key)
+    def _note_read(self, open_tier: _OpenTier, block: KeyedBlock) -> None:
+        if block.key in open_tier.index:
+            open_tier.index.note_evicted(block.key)  # now the most recently used value
+        elif open_tier.index.is_shared:
+            open_tier.index.add(block.key, block.namespace)
+            open_tier.index.note_stored(block.key)
 
 
 def call_when_done(futures: Sequence[Future[Any]], function: Callable[[], None]) -> None:
@@ -470,13 +478,13 @@ def call_when_done(futures: Sequence[Future[Any]], function: Callable[[], None])
     The function is called at once if all futures are done, otherwise on the thread that completes the last one.
     """
     lock = threading.Lock()
-    left = len(futures)
+    num_pending = len(futures)
 
     def count(_: Future[Any]) -> None:
-        nonlocal left
+        nonlocal num_pending
         with lock:
-            left -= 1
-            is_last = not left
+            num_pending -= 1
+            is_last = not num_pending
         if is_last:
             function()
 
@@ -499,25 +507,25 @@ def _open_backends(
     options: TierOptions, block_format: BlockFormat, *, is_shared_only: bool
 ) -> Iterator[tuple[str, StoreBackend]]:
     tiers = options.tiers
-    sizes = (
-        object_bytes(block_format.block_size, block_format.payload_bytes, is_sealed=each) for each in (False, True)
+    max_object_bytes = max(
+        object_bytes(block_format.block_size, block_format.payload_bytes, is_sealed=is_sealed)
+        for is_sealed in (False, True)
     )
-    num_bytes = max(sizes)
     native = _native_copies() if not is_shared_only else None
-    wanted: dict[str, StoreOptions] = {}
+    options_by_store: dict[str, StoreOptions] = {}
     if tiers.host_bytes is not None and not is_shared_only:
-        wanted["host"] = StoreOptions(block_format, num_bytes, tiers.host_bytes, native=native)
+        options_by_store["host"] = StoreOptions(block_format, max_object_bytes, tiers.host_bytes, native=native)
     if tiers.disk_path is not None and not is_shared_only:
         must_be_private = not (has_protection(tiers) or tiers.trusted)
         path = str(Path(tiers.disk_path).expanduser())
-        wanted["disk"] = StoreOptions(
-            block_format, num_bytes, tiers.disk_bytes, path, native, must_be_private=must_be_private
+        options_by_store["disk"] = StoreOptions(
+            block_format, max_object_bytes, tiers.disk_bytes, path, native, must_be_private=must_be_private
         )
     if tiers.redis_url is not None:
-        wanted["redis"] = StoreOptions(block_format, num_bytes, place=tiers.redis_url)
-    for name, store in wanted.items():
+        options_by_store["redis"] = StoreOptions(block_format, max_object_bytes, place=tiers.redis_url)
+    for name, store_options in options_by_store.items():
         try:
-            yield name, open_backend(name, store)
+            yield name, open_backend(name, store_options)
         except StoreError as error:
             _log.error("tier %s is off: %s", name, error)
 

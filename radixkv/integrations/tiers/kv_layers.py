@@ -31,8 +31,8 @@ class KVLayers:
 
     def __init__(self, layers: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         self._layers: list[tuple[torch.Tensor, int, int]] = []  # tensor, rows per block, bytes per block
-        seen: set[int] = set()
-        described: list[str] = []
+        seen_pointers: set[int] = set()
+        descriptions: list[str] = []
         for name, layer in sorted(layers.items()):
             if not isinstance(layer, torch.Tensor) or layer.shape[0] % num_blocks:
                 shape = tuple(layer.shape) if isinstance(layer, torch.Tensor) else type(layer).__name__
@@ -40,22 +40,22 @@ class KVLayers:
                     f"layer {name}: expected a tensor whose first dimension is a multiple of {num_blocks} blocks, got "
                     f"{shape}; layers with other states than K/V cannot use the tiers"
                 )
-            if layer.data_ptr() in seen:
+            if layer.data_ptr() in seen_pointers:
                 continue
-            seen.add(layer.data_ptr())
-            rows = layer.shape[0] // num_blocks
-            num_bytes = rows * layer[0].numel() * layer.element_size()
-            self._layers.append((layer, rows, num_bytes))
-            described.append(f"{name} {rows}x{tuple(layer.shape[1:])} {layer.dtype}")
+            seen_pointers.add(layer.data_ptr())
+            rows_per_block = layer.shape[0] // num_blocks
+            num_bytes = rows_per_block * layer[0].numel() * layer.element_size()
+            self._layers.append((layer, rows_per_block, num_bytes))
+            descriptions.append(f"{name} {rows_per_block}x{tuple(layer.shape[1:])} {layer.dtype}")
         self.payload_bytes = sum(num_bytes for _, _, num_bytes in self._layers)
-        self.layout = "; ".join(described)
+        self.layout = "; ".join(descriptions)
 
     def read(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Copy blocks. Returns uint8 `[len(block_ids), payload_bytes]`, owned by the caller."""
         blocks = np.empty((len(block_ids), self.payload_bytes), np.uint8)
         start = 0
-        for layer, rows, num_bytes in self._layers:
-            copies = layer[_rows(block_ids, rows, layer.device)].cpu().contiguous()
+        for layer, rows_per_block, num_bytes in self._layers:
+            copies = layer[_row_indexes(block_ids, rows_per_block, layer.device)].cpu().contiguous()
             blocks[:, start : start + num_bytes] = copies.reshape(len(block_ids), -1).view(torch.uint8).numpy()
             start += num_bytes
         return blocks
@@ -68,14 +68,16 @@ class KVLayers:
             values: uint8 `[len(block_ids), payload_bytes]`.
         """
         start = 0
-        for layer, rows, num_bytes in self._layers:
-            piece = torch.from_numpy(np.ascontiguousarray(values[:, start : start + num_bytes]))
-            shape = (len(block_ids) * rows, *layer.shape[1:])
-            layer[_rows(block_ids, rows, layer.device)] = piece.view(layer.dtype).reshape(shape).to(layer.device)
+        for layer, rows_per_block, num_bytes in self._layers:
+            layer_values = torch.from_numpy(np.ascontiguousarray(values[:, start : start + num_bytes]))
+            shape = (len(block_ids) * rows_per_block, *layer.shape[1:])
+            layer[_row_indexes(block_ids, rows_per_block, layer.device)] = (
+                layer_values.view(layer.dtype).reshape(shape).to(layer.device)
+            )
             start += num_bytes
 
 
-def _rows(block_ids: Sequence[int], rows: int, device: torch.device) -> torch.Tensor:
-    """Return the rows of blocks in a layer, int64 `[len(block_ids) * rows]`."""
-    first = torch.tensor(block_ids, dtype=torch.int64) * rows
-    return (first[:, None] + torch.arange(rows)).reshape(-1).to(device)
+def _row_indexes(block_ids: Sequence[int], rows_per_block: int, device: torch.device) -> torch.Tensor:
+    """Return the rows of blocks in a layer, int64 `[len(block_ids) * rows_per_block]`."""
+    first_rows = torch.tensor(block_ids, dtype=torch.int64) * rows_per_block
+    return (first_rows[:, None] + torch.arange(rows_per_block)).reshape(-1).to(device)

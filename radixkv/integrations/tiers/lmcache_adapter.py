@@ -72,14 +72,14 @@ class RadixKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         names = [_name_of(key, value) for key, value in zip(keys, objects, strict=True)]
         copies = [bytes(value.byte_array) for value in objects]
 
-        def result(is_saved: Sequence[bool]) -> Any:
+        def report_saved(is_saved: Sequence[bool]) -> Any:
             sizes = [len(copy) for copy in copies]
             saved = [index for index, each in enumerate(is_saved) if each]
             self._notify_keys_stored([keys[index] for index in saved], [sizes[index] for index in saved])
             return L2StoreResult(True, sum(sizes[index] for index in saved))
 
         future = self._stores.save(list(zip(names, copies, strict=True)))
-        return self._add_task(future, result, self._store_results, self._store_event)
+        return self._add_task(future, report_saved, self._store_results, self._store_event)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
         """Return the results of the tasks that have ended since the last call."""
@@ -107,13 +107,13 @@ class RadixKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         """Load objects into the buffers of `objects`."""
         names = [_name_of(key, value) for key, value in zip(keys, objects, strict=True)]
 
-        def result(is_loaded: Sequence[bool]) -> Any:
+        def report_loaded(is_loaded: Sequence[bool]) -> Any:
             self._notify_keys_accessed([key for key, each in zip(keys, is_loaded, strict=True) if each])
             return _bitmap_of(is_loaded)
 
         buffers = [memoryview(value.byte_array).cast("B") for value in objects]
         future = self._stores.load_into(list(zip(names, buffers, strict=True)))
-        return self._add_task(future, result, self._load_results, self._load_event)
+        return self._add_task(future, report_loaded, self._load_results, self._load_event)
 
     def query_load_result(self, task_id: int) -> Any:
         """Return the bitmap of the objects that were loaded, and forget it; None while the load runs."""
@@ -127,11 +127,11 @@ class RadixKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
 
     def get_usage(self) -> Any:
         """Return the bytes of objects in host memory or on disk by cache salt, including those of earlier processes."""
-        by_salt: dict[str, int] = {}
+        bytes_by_salt: dict[str, int] = {}
         for store in self._stores.stores():
             for tenant, num_values in store.num_values_of_tenants().items():
-                by_salt[tenant] = by_salt.get(tenant, 0) + num_values * store.block_format.payload_bytes
-        return AdapterUsage(sum(by_salt.values()), 0, by_salt)
+                bytes_by_salt[tenant] = bytes_by_salt.get(tenant, 0) + num_values * store.block_format.payload_bytes
+        return AdapterUsage(sum(bytes_by_salt.values()), 0, bytes_by_salt)
 
     def report_status(self) -> dict[str, Any]:
         """Return the counts of the tiers; see `ByteStore.counts`."""
@@ -146,16 +146,17 @@ class RadixKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def _add_task(
         self,
         future: Future[list[bool]],
-        result: Callable[[Sequence[bool]], Any],
+        result_of: Callable[[Sequence[bool]], Any],
         results: dict[int, Any],
         event: Any,
     ) -> int:
+        """Return the id of a new task. When `future` is done, the result is stored, and the event is signalled."""
         task_id = next(self._task_ids)
 
         def store_result(future: Future[list[bool]]) -> None:
-            value = result(future.result())
+            result = result_of(future.result())
             with self._results_lock:
-                results[task_id] = value
+                results[task_id] = result
             event.notify()
 
         future.add_done_callback(store_result)

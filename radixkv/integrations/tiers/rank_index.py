@@ -8,7 +8,7 @@ _RANK_BYTES = 2
 
 
 def key_of_rank(key: bytes, rank: int) -> bytes:
-    """Return the key of one rank's part of a block; given that key and the same rank, return the key of the block.
+    """Return the key of one rank's part of a block. Applied to this key and the same rank, it returns the block's key.
 
     Ranks of one model keep different bytes for the same tokens, and may share a store.
     """
@@ -28,13 +28,13 @@ class RankIndex:
     """
 
     def __init__(self, keys: Collection[Collection[bytes]]) -> None:
-        self._keys = [set(each) for each in keys]
+        self._keys_by_rank = [set(each) for each in keys]
 
     def holds(self, key: bytes) -> bool:
         """Whether all ranks hold a block."""
-        return bool(self._keys) and all(key in each for each in self._keys)
+        return bool(self._keys_by_rank) and all(key in each for each in self._keys_by_rank)
 
     def update(self, rank: int, added: Collection[bytes], removed: Collection[bytes]) -> None:
         """Record what one rank has stored and removed."""
-        self._keys[rank].update(added)
-        self._keys[rank].difference_update(removed)
+        self._keys_by_rank[rank].update(added)
+        self._keys_by_rank[rank].difference_update(removed)

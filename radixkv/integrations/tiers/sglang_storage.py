@@ -5,7 +5,7 @@
             "module_path": "radixkv.integrations.tiers.sglang_storage", "interface_v1": 1,
             "tiers": {"disk_path": "/var/lib/radixkv", "disk_bytes": 100000000000, "model_id": "llama-3.1-8b of May"}}'
 
-SGLang calls it on threads of its own, which may wait. It passes hashes of tokens and no tenants.
+SGLang calls the backend on threads of its own, which may wait, and passes hashes of tokens and no tenants.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         if not isinstance(extra.get("tiers"), Mapping):
             raise ConfigError("hicache-storage-backend-extra-config: expected an object `tiers`, got none")
         options = TierOptions.of(extra["tiers"])
-        has_local = options.tiers.disk_path is not None or options.tiers.host_bytes is not None
-        if storage_config.is_mla_model and storage_config.tp_size > 1 and has_local:
+        has_local_store = options.tiers.disk_path is not None or options.tiers.host_bytes is not None
+        if storage_config.is_mla_model and storage_config.tp_size > 1 and has_local_store:
             raise ConfigError(
                 "tiers: expected only redis_url, got disk_path or host_bytes; with this attention one rank writes the "
                 "K/V of all, and the others cannot read its disk and its memory"
@@ -98,22 +98,24 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 
         The policy `block_groups` is not supported: if a pool has it, no pages can be loaded.
         """
-        num_kv = _num_leading(self._exist(_KV, keys))
-        hits = {_KV: num_kv} if num_kv else {}
-        lengths = set(range(1, num_kv + 1))
+        num_kv_pages = _num_leading(self._exist(_KV, keys))
+        hits = {_KV: num_kv_pages} if num_kv_pages else {}
+        usable_lengths = set(range(1, num_kv_pages + 1))  # numbers of leading pages that can be loaded from all pools
         for transfer in pool_transfers or ():
-            found = self._exist(str(transfer.name), keys[:num_kv])
+            is_stored = self._exist(str(transfer.name), keys[:num_kv_pages])
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                usable = set(range(1, _num_leading(found) + 1))
+                usable_in_pool = set(range(1, _num_leading(is_stored) + 1))
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or ()))
-                usable = {end for end in range(1, num_kv + 1) if all(found[max(0, end - window) : end])}
+                usable_in_pool = {
+                    end for end in range(1, num_kv_pages + 1) if all(is_stored[max(0, end - window) : end])
+                }
             else:
-                usable = set()
-            if usable:
-                hits[str(transfer.name)] = max(usable)
-            lengths &= usable
-        return PoolTransferResult(max(lengths, default=0), hits, sorted(lengths))
+                usable_in_pool = set()
+            if usable_in_pool:
+                hits[str(transfer.name)] = max(usable_in_pool)
+            usable_lengths &= usable_in_pool
+        return PoolTransferResult(max(usable_lengths, default=0), hits, sorted(usable_lengths))
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Load pages of several pools. Returns whether each was loaded, by pool."""
@@ -186,7 +188,8 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         for transfer in transfers:
             pool, keys = str(transfer.name), transfer.keys or ()
             host_pool = self.registered_pools[transfer.name]
-            is_whole = transfer.host_indices is not None and len(transfer.host_indices) == len(keys) * _page(host_pool)
+            num_rows = len(keys) * _rows_per_page(host_pool)
+            is_whole = transfer.host_indices is not None and len(transfer.host_indices) == num_rows
             results[transfer.name] = (
                 call(pool, host_pool, keys, transfer.host_indices) if is_whole else [False] * len(keys)
             )
@@ -205,14 +208,16 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _page(host_pool: Any) -> int:
-    """Return the tokens of a page; pools of other states have one row per page."""
+def _rows_per_page(host_pool: Any) -> int:
+    """Return the rows of a page in a pool: one per token; in pools of other states than K/V, one per page."""
     return int(getattr(host_pool, "page_size", 1) or 1)
 
 
 def _first_indices(host_pool: Any, host_indices: torch.Tensor) -> list[int]:
-    return [int(index) for index in host_indices[:: _page(host_pool)]]
+    """Return the index of the first row of each page."""
+    return [int(index) for index in host_indices[:: _rows_per_page(host_pool)]]
 
 
-def _num_leading(found: Sequence[bool]) -> int:
-    return next((number for number, each in enumerate(found) if not each), len(found))
+def _num_leading(values: Sequence[bool]) -> int:
+    """Return how many values at the beginning are true."""
+    return next((number for number, each in enumerate(values) if not each), len(values))

@@ -72,7 +72,7 @@ class SizedStores:
             self.of_size(num_bytes)
 
     def of_size(self, num_bytes: int) -> ByteStore | None:
-        """Return the store for values of a size; None if it is 0, there are too many sizes, or opening fails."""
+        """Return the store for values of a size; None if the size is 0, there are too many sizes, or opening fails."""
         with self._lock:
             if num_bytes not in self._stores:
                 self._stores[num_bytes] = self._open_store(num_bytes)
@@ -99,10 +99,11 @@ class SizedStores:
         keys = [self.key(name).key for name in names]
         calls = [store.exists(keys) for store in self.stores()]
         result: Future[list[bool]] = Future()
-        call_when_done(
-            calls,
-            lambda: result.set_result([any(call.result()[index] for call in calls) for index in range(len(keys))]),
-        )
+
+        def join() -> None:
+            result.set_result([any(call.result()[index] for call in calls) for index in range(len(keys))])
+
+        call_when_done(calls, join)
         return result
 
     def delete(self, names: Sequence[ValueName]) -> None:
@@ -140,23 +141,23 @@ class SizedStores:
     def _call_stores(
         self, sizes: Sequence[int], call: Callable[[ByteStore, Sequence[int]], Future[list[bool]]]
     ) -> Future[list[bool]]:
-        """Call the store of each size with the indexes of its values, and join the answers."""
-        parts: list[tuple[list[int], Future[list[bool]]]] = []
+        """Call the store of each size with the indexes of its values, and join the results in the values' order."""
+        calls: list[tuple[list[int], Future[list[bool]]]] = []  # indexes, and the results for them
         for size in dict.fromkeys(sizes):
             store = self.of_size(size)
             if store is not None:
                 indexes = [index for index, each in enumerate(sizes) if each == size]
-                parts.append((indexes, call(store, indexes)))
+                calls.append((indexes, call(store, indexes)))
         result: Future[list[bool]] = Future()
 
         def join() -> None:
             joined = [False] * len(sizes)
-            for indexes, answer in parts:
-                for index, is_done in zip(indexes, answer.result(), strict=True):
-                    joined[index] = is_done
+            for indexes, future in calls:
+                for index, has_succeeded in zip(indexes, future.result(), strict=True):
+                    joined[index] = has_succeeded
             result.set_result(joined)
 
-        call_when_done([answer for _, answer in parts], join)
+        call_when_done([future for _, future in calls], join)
         return result
 
     def _sizes_on_disk(self) -> list[int]:
@@ -164,9 +165,9 @@ class SizedStores:
         if self._options.tiers.disk_path is None:
             return []
         sizes = []
-        for label in sorted(Path(self._options.tiers.disk_path).expanduser().glob("*/format.json")):
+        for format_file in sorted(Path(self._options.tiers.disk_path).expanduser().glob("*/format.json")):
             try:
-                fields = json.loads(label.read_bytes())
+                fields = json.loads(format_file.read_bytes())
                 size = int(fields["payload_bytes"])
                 found_format = {name: fields[name] for name in asdict(self._format)}
             except (OSError, ValueError, TypeError, KeyError):

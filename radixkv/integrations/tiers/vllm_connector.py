@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 TENANT = "tenant"
 # Bytes of K/V that a worker stages at a time for one load, so that a long prompt does not take twice its memory.
 _STAGED_BYTES = 64 << 20
-# Maximum time for which a step without work waits for a load to end. It may delay an arriving request as long.
+# Maximum time for which a step without work waits for a load to end. A request that arrives meanwhile may wait as long.
 _IDLE_WAIT_S = 0.005
 
 
@@ -185,19 +185,19 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return the requests whose loads have ended."""
         if self._get_connector_metadata().is_idle:
             self._worker_side.wait_for_load()
-        return None, self._worker_side.ended_loads()
+        return None, self._worker_side.advance_loads()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that were not loaded, which vLLM computes."""
-        return self._worker_side.failed_blocks()
+        return self._worker_side.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> TierChanges | None:
         """Return what the stores have stored and evicted since the last call."""
-        return self._worker_side.changes()
+        return self._worker_side.take_changes()
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """Return what the tiers of a worker have counted since the last call."""
-        counts = None if self._worker is None else self._worker.counts()
+        counts = None if self._worker is None else self._worker.take_counts()
         return ConnectorStats(counts) if counts else None
 
     @classmethod
@@ -284,20 +284,22 @@ class _Prompt:
         request: the request of vLLM, whose tokens are only appended to.
         blocks: keys of the full blocks of the request, as far as they were needed.
         num_saved: number of these blocks that were passed to the workers.
-        first_match: index of the first block after those that vLLM has.
-        loading: blocks of vLLM that are being loaded.
+        first_loaded_block: index of the first block after those that vLLM has.
+        loading_block_ids: ids of the blocks of vLLM that are being loaded.
         has_failed: whether a load has failed. vLLM then calls `match` again, and further loads could fail forever.
-        answer: answer of the shared store about the blocks from `first_unknown` on; None without a query.
+        shared_answer: whether the shared store has the blocks from `first_unknown` on: for each block, one value per
+            rank. None without a query.
+        first_unknown: index of the first block of the query.
     """
 
     def __init__(self, request: Any) -> None:
         self.request = request
         self.blocks: list[KeyedBlock] = []
         self.num_saved = 0
-        self.first_match = 0
-        self.loading: set[int] = set()
+        self.first_loaded_block = 0
+        self.loading_block_ids: set[int] = set()
         self.has_failed = False
-        self.answer: Future[list[bool]] | None = None
+        self.shared_answer: Future[list[bool]] | None = None
         self.first_unknown = 0
 
 
@@ -334,10 +336,10 @@ class _SchedulerSide:
         prompt = self._prompts.setdefault(request.request_id, _Prompt(request))
         if prompt.has_failed:
             return 0
-        size = self._keys.format.block_size
+        block_size = self._keys.format.block_size
         # At least one token is computed, since vLLM needs the logits of the last token.
-        blocks = self._blocks(prompt, (request.num_tokens - 1) // size)
-        first = num_computed_tokens // size
+        blocks = self._blocks(prompt, (request.num_tokens - 1) // block_size)
+        first = num_computed_tokens // block_size  # vLLM has the blocks before this one
         end = first
         while end < len(blocks) and self._index.holds(blocks[end].key):
             end += 1
@@ -346,21 +348,21 @@ class _SchedulerSide:
             if num_found is None:
                 return None
             end += num_found
-        prompt.first_match = first
-        return (end - first) * size
+        prompt.first_loaded_block = first
+        return (end - first) * block_size
 
     def note_allocation(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Record which blocks of a request are to be loaded: those of the external tokens that `match` found."""
         if self._keys is None or not _is_cacheable(request):
             return
         prompt = self._prompts.setdefault(request.request_id, _Prompt(request))
-        prompt.answer = None
+        prompt.shared_answer = None
         num_blocks = num_external_tokens // self._keys.format.block_size
         if num_blocks:
-            loaded = slice(prompt.first_match, prompt.first_match + num_blocks)
-            pairs = zip(prompt.blocks[loaded], block_ids[loaded], strict=True)
+            load_range = slice(prompt.first_loaded_block, prompt.first_loaded_block + num_blocks)
+            pairs = zip(prompt.blocks[load_range], block_ids[load_range], strict=True)
             self._loads[request.request_id] = list(pairs)
-            prompt.loading = {block_id for _, block_id in self._loads[request.request_id]}
+            prompt.loading_block_ids = set(block_ids[load_range])
 
     def metadata(self, num_scheduled_tokens: Mapping[str, int], block_ids_of: Any) -> TierMetadata:
         """Return the loads and saves of a step. vLLM has not counted the tokens of the step as computed yet."""
@@ -371,23 +373,23 @@ class _SchedulerSide:
             if prompt is None or self._keys is None:
                 continue
             request = prompt.request
-            # Sampled tokens may not be known yet, and speculated ones may be rejected.
-            num_known = min(request.num_computed_tokens + num_tokens, len(request.all_token_ids))
-            num_full = num_known // self._keys.format.block_size
-            if num_full > prompt.num_saved:
-                blocks = self._blocks(prompt, num_full)[prompt.num_saved :]
-                saves += zip(blocks, block_ids_of(request_id)[prompt.num_saved : num_full], strict=True)
-                prompt.num_saved = num_full
+            # The ids of sampled tokens may not be known yet, and speculated tokens may be rejected.
+            num_known_tokens = min(request.num_computed_tokens + num_tokens, len(request.all_token_ids))
+            num_full_blocks = num_known_tokens // self._keys.format.block_size
+            if num_full_blocks > prompt.num_saved:
+                blocks = self._blocks(prompt, num_full_blocks)[prompt.num_saved :]
+                saves += zip(blocks, block_ids_of(request_id)[prompt.num_saved : num_full_blocks], strict=True)
+                prompt.num_saved = num_full_blocks
         return TierMetadata(loads, saves, is_idle=not num_scheduled_tokens)
 
     def note_loads(self, failed_blocks: Collection[int], ended_requests: Collection[str]) -> None:
         """Record which loads have failed or ended."""
         if failed_blocks:
             for prompt in self._prompts.values():
-                prompt.has_failed = prompt.has_failed or not prompt.loading.isdisjoint(failed_blocks)
+                prompt.has_failed = prompt.has_failed or not prompt.loading_block_ids.isdisjoint(failed_blocks)
         for request_id in ended_requests:
             if request_id in self._prompts:
-                self._prompts[request_id].loading = set()
+                self._prompts[request_id].loading_block_ids = set()
 
     def update(self, changes: TierChanges) -> None:
         """Record what the workers have stored and evicted."""
@@ -411,34 +413,46 @@ class _SchedulerSide:
     def _blocks(self, prompt: _Prompt, num_blocks: int) -> list[KeyedBlock]:
         """Return the first blocks of a request. Complexity: about 2 us per block, once per request."""
         assert self._keys is not None
-        size = self._keys.format.block_size
+        block_size = self._keys.format.block_size
         blocks = prompt.blocks
         if len(blocks) < num_blocks:
             request = prompt.request
-            tokens = np.array(request.all_token_ids[len(blocks) * size : num_blocks * size], "<u4").tobytes()
+            tokens = np.array(
+                request.all_token_ids[len(blocks) * block_size : num_blocks * block_size], "<u4"
+            ).tobytes()
             parent = blocks[-1].key if blocks else None
             blocks += self._prompt_keys.blocks(_namespace_of(request, self._epoch), tokens, parent)
         return blocks[:num_blocks]
 
     def _query_shared(self, shared: ByteStore, prompt: _Prompt, blocks: Sequence[KeyedBlock], first: int) -> int | None:
-        """Return how many blocks from `first` on all ranks have in the shared store; None while it has not answered."""
-        if prompt.answer is None or prompt.first_unknown != first:
+        """Count the blocks from `first` on of which the shared store has the parts of all ranks, up to the first gap.
+
+        Returns None while the store has not answered.
+        """
+        if prompt.shared_answer is None or prompt.first_unknown != first:
             keys = [key_of_rank(each.key, rank) for each in blocks[first:] for rank in range(self._num_ranks)]
-            prompt.answer, prompt.first_unknown = shared.exists(keys), first
-        if not prompt.answer.done():
+            prompt.shared_answer, prompt.first_unknown = shared.exists(keys), first
+        if not prompt.shared_answer.done():
             return None
-        is_stored = prompt.answer.result()
+        is_stored = prompt.shared_answer.result()
         starts = range(0, len(is_stored), self._num_ranks)
         is_whole = [all(is_stored[start : start + self._num_ranks]) for start in starts]
         return next((number for number, each in enumerate(is_whole) if not each), len(is_whole))
 
 
 class _Load:
-    """A load of one request: its remaining blocks, and those that are being staged."""
+    """A load of one request. Each block comes with the id of vLLM's block to load it into.
+
+    Attributes:
+        remaining_blocks: blocks whose load has not begun.
+        staged_blocks: blocks that the stores are loading into `values`.
+        values: uint8 `[len(staged_blocks), payload_bytes]`; None without staged blocks.
+        future: whether each staged block was loaded; None when the load has ended.
+    """
 
     def __init__(self, blocks: Sequence[tuple[KeyedBlock, int]]) -> None:
-        self.left = deque(blocks)
-        self.staged: list[tuple[KeyedBlock, int]] = []
+        self.remaining_blocks = deque(blocks)
+        self.staged_blocks: list[tuple[KeyedBlock, int]] = []
         self.values: npt.NDArray[np.uint8] | None = None
         self.future: Future[list[bool]] | None = None
 
@@ -478,28 +492,28 @@ class _WorkerSide:
         self._num_blocks = int(kv_cache_config.num_blocks)
         self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._rank = int(config.parallel_config.rank)
-        self._changed = _ChangedKeys()
+        self._changed_keys = _ChangedKeys()
         self._loads: dict[str, _Load] = {}
-        self._failed: set[int] = set()
-        self._reported: Counter[str] = Counter()
+        self._failed_block_ids: set[int] = set()
+        self._reported_counts: Counter[str] = Counter()
 
     def open(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Open the stores."""
         self._layers = KVLayers(kv_caches, self._num_blocks)
         self._format = _key_format(self._options, self._config, self._block_size)
         parallel = self._config.parallel_config
-        place = f"rank {self._rank} of {parallel.world_size}, data parallel rank {parallel.data_parallel_rank}"
-        own = BlockFormat(
+        rank_name = f"rank {self._rank} of {parallel.world_size}, data parallel rank {parallel.data_parallel_rank}"
+        part_format = BlockFormat(  # of the parts of blocks that this rank stores
             model=self._format.model,
             dtype=self._format.dtype,
             kv_dtype=self._format.kv_dtype,
-            layout=f"{place}: {self._layers.layout}",
+            layout=f"{rank_name}: {self._layers.layout}",
             block_size=self._format.block_size,
             payload_bytes=self._layers.payload_bytes,
             computed_by=self._format.computed_by,
         )
-        self._store = ByteStore(self._options, own, store_keys(self._options, self._format))
-        self._store.subscribe(self._changed)
+        self._store = ByteStore(self._options, part_format, store_keys(self._options, self._format))
+        self._store.subscribe(self._changed_keys)
 
     def handshake(self) -> TierHandshake:
         """Return what the worker holds."""
@@ -512,12 +526,12 @@ class _WorkerSide:
         self._stage(self._loads[request_id])
 
     def wait_for_load(self) -> None:
-        """Wait up to 5 ms for a load. Otherwise vLLM repeats empty steps and holds the GIL, which delays the load."""
+        """Wait up to 5 ms for a load. Otherwise vLLM repeats empty steps, which hold the GIL and so delay the load."""
         futures = [load.future for load in self._loads.values() if load.future is not None]
         if futures:
             wait(futures, _IDLE_WAIT_S, FIRST_COMPLETED)
 
-    def ended_loads(self) -> set[str]:
+    def advance_loads(self) -> set[str]:
         """Copy staged blocks to the K/V. Returns the requests that have no more blocks to load."""
         ended: set[str] = set()
         for request_id, load in self._loads.items():
@@ -530,30 +544,30 @@ class _WorkerSide:
             del self._loads[request_id]
         return ended
 
-    def failed_blocks(self) -> set[int]:
+    def take_failed_blocks(self) -> set[int]:
         """Return the blocks that were not loaded since the last call."""
-        failed, self._failed = self._failed, set()
+        failed, self._failed_block_ids = self._failed_block_ids, set()
         return failed
 
     def save(self, blocks: Sequence[tuple[KeyedBlock, int]]) -> None:
         """Copy the blocks that are missing in at least one tier, and save the copies there."""
         if not blocks:
             return
-        own = [(self._own_part(block), block_id) for block, block_id in blocks]
-        is_everywhere = self._store.touch([block.key for block, _ in own])
-        new = [pair for pair, is_held in zip(own, is_everywhere, strict=True) if not is_held]
-        if not new:
+        parts = [(self._own_part(block), block_id) for block, block_id in blocks]
+        is_everywhere = self._store.touch([part.key for part, _ in parts])
+        unsaved = [pair for pair, is_held in zip(parts, is_everywhere, strict=True) if not is_held]
+        if not unsaved:
             return
         try:
-            copies = self._layers.read([block_id for _, block_id in new])
+            copies = self._layers.read([block_id for _, block_id in unsaved])
         except MemoryError as error:
-            _log.warning("no memory to copy %d blocks for the tiers, so they are not saved: %s", len(new), error)
+            _log.warning("no memory to copy %d blocks for the tiers, so they are not saved: %s", len(unsaved), error)
             return
-        self._store.save([(block, memoryview(copy)) for (block, _), copy in zip(new, copies, strict=True)])
+        self._store.save([(part, memoryview(copy)) for (part, _), copy in zip(unsaved, copies, strict=True)])
 
-    def changes(self) -> TierChanges | None:
+    def take_changes(self) -> TierChanges | None:
         """Return what the stores have stored and removed since the last call."""
-        keys = self._changed.take()
+        keys = self._changed_keys.take()
         if not keys:
             return None
         added: list[bytes] = []
@@ -563,11 +577,11 @@ class _WorkerSide:
             changed.append(key_of_rank(key, self._rank))
         return TierChanges({self._rank: (added, removed)})
 
-    def counts(self) -> dict[str, int]:
+    def take_counts(self) -> dict[str, int]:
         """Return what was counted since the last call."""
         counts = Counter(self._store.counts())
-        new, self._reported = counts - self._reported, counts
-        return dict(new)
+        new_counts, self._reported_counts = counts - self._reported_counts, counts
+        return dict(new_counts)
 
     def close(self) -> None:
         """Write what is waiting, and close the stores."""
@@ -576,38 +590,39 @@ class _WorkerSide:
             _log.info("tiers of rank %d: %s", self._rank, self._store.counts())
 
     def _own_part(self, block: KeyedBlock) -> KeyedBlock:
+        """Return the key of this rank's part of a block."""
         return block._replace(key=key_of_rank(block.key, self._rank))
 
     def _stage(self, load: _Load) -> None:
+        """Start to load the next blocks. Without any, or without memory for them, the load has ended."""
         load.future = None
-        num = min(len(load.left), max(1, _STAGED_BYTES // self._layers.payload_bytes))
-        if not num:
+        num_blocks = min(len(load.remaining_blocks), max(1, _STAGED_BYTES // self._layers.payload_bytes))
+        if not num_blocks:
             load.values = None
             return
         try:
-            if load.values is None or len(load.values) != num:
-                load.values = np.empty((num, self._layers.payload_bytes), np.uint8)
+            if load.values is None or len(load.values) != num_blocks:
+                load.values = np.empty((num_blocks, self._layers.payload_bytes), np.uint8)
         except MemoryError as error:
-            _log.warning("no memory to load %d blocks from the tiers, so they are computed: %s", len(load.left), error)
-            self._failed.update(block_id for _, block_id in load.left)
-            load.left.clear()
+            message = "no memory to load %d blocks from the tiers, so they are computed: %s"
+            _log.warning(message, len(load.remaining_blocks), error)
+            self._failed_block_ids.update(block_id for _, block_id in load.remaining_blocks)
+            load.remaining_blocks.clear()
             return
-        load.staged = [load.left.popleft() for _ in range(num)]
-        wanted = [
-            (self._own_part(block), memoryview(row)) for (block, _), row in zip(load.staged, load.values, strict=True)
-        ]
-        load.future = self._store.load_into(wanted)
+        load.staged_blocks = [load.remaining_blocks.popleft() for _ in range(num_blocks)]
+        pairs = zip(load.staged_blocks, load.values, strict=True)
+        load.future = self._store.load_into([(self._own_part(block), memoryview(row)) for (block, _), row in pairs])
 
     def _write(self, load: _Load) -> None:
+        """Copy the staged blocks that were loaded to the K/V, and record the others as failed."""
         assert load.future is not None
         assert load.values is not None
-        loaded = load.future.result()
-        rows = [row for row, is_loaded in enumerate(loaded) if is_loaded]
+        is_loaded = load.future.result()
+        rows = [row for row, each in enumerate(is_loaded) if each]
         if rows:
-            self._layers.write([load.staged[row][1] for row in rows], load.values[rows])
-        self._failed.update(
-            block_id for (_, block_id), is_loaded in zip(load.staged, loaded, strict=True) if not is_loaded
-        )
+            self._layers.write([load.staged_blocks[row][1] for row in rows], load.values[rows])
+        pairs = zip(load.staged_blocks, is_loaded, strict=True)
+        self._failed_block_ids.update(block_id for (_, block_id), each in pairs if not each)
 
 
 def _require_full_attention(config: Any, kv_cache_config: Any) -> None:
@@ -672,4 +687,5 @@ def _is_cacheable(request: Any) -> bool:
 def _namespace_of(request: Any, epoch: str) -> Namespace:
     params = request.kv_transfer_params
     tenant = params.get(TENANT) if isinstance(params, Mapping) else None
+    # The epoch takes the place of the adapter, since requests with adapters use no tier.
     return Namespace("", tenant if isinstance(tenant, str) else "", epoch, request.cache_salt or "")

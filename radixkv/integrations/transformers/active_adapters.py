@@ -9,7 +9,8 @@ class ActiveAdapters:
     """The layers of a model that have adapters.
 
     Args:
-        model: the model. This object becomes outdated if PEFT inserts further layers, which also adds parameters.
+        model: the model. This object becomes outdated if PEFT inserts further layers. That also adds parameters, which
+            `WeightVersions` detects.
     """
 
     def __init__(self, model: Any) -> None:

@@ -51,7 +51,7 @@ class BlockTiers:
         self._keys = store_keys(options, block_format)
         self._prompt_keys = PromptKeys(self._keys, InvocationMarks())  # transformers has no invoked adapters
         self._store = ByteStore(options, block_format, self._keys)
-        self._num_staged = max(1, _STAGED_BYTES // block_format.payload_bytes)
+        self._max_staged_blocks = max(1, _STAGED_BYTES // block_format.payload_bytes)
 
     def load(self, namespace: Namespace, tokens: bytes, first: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
         """Load the blocks of a prompt from block `first` on, up to the first one that no tier has.
@@ -63,16 +63,16 @@ class BlockTiers:
         Complexity: about 2 us for each block up to the last one that is loaded, and the time of the loads.
         """
         wanted = islice(self._prompt_keys.blocks(namespace, tokens), first, None)
-        held = list(takewhile(lambda block: self._store.holds(block.key), wanted))
-        for start in range(0, len(held), self._num_staged):
-            part = held[start : start + self._num_staged]
-            payloads = np.empty((len(part), self._keys.format.payload_bytes), np.uint8)
-            buffers = [(block, row.data) for block, row in zip(part, payloads, strict=True)]
+        held_blocks = list(takewhile(lambda block: self._store.holds(block.key), wanted))
+        for start in range(0, len(held_blocks), self._max_staged_blocks):
+            staged = held_blocks[start : start + self._max_staged_blocks]
+            payloads = np.empty((len(staged), self._keys.format.payload_bytes), np.uint8)
+            buffers = [(block, row.data) for block, row in zip(staged, payloads, strict=True)]
             loaded = self._store.load_into(buffers).result()
             num_loaded = loaded.index(False) if False in loaded else len(loaded)
             if num_loaded:
                 yield first + start, payloads[:num_loaded]
-            if num_loaded < len(part):
+            if num_loaded < len(staged):
                 return
 
     def save(
@@ -88,25 +88,27 @@ class BlockTiers:
 
         Args:
             namespace, tokens: the sequence.
-            keys: the keys of its first blocks, which were saved before. The keys of the other blocks are appended.
+            keys: the keys of its first blocks, which were saved before. The keys of the other blocks are appended,
+                up to the first block that there was no memory to copy.
             read: copies blocks, given their indexes in the sequence, to uint8 `[n, payload_bytes]`.
 
         Complexity: O(new tokens) to hash them, O(blocks) to mark the blocks as used, and the copies.
         """
-        first = len(keys)
+        first = len(keys)  # index of the first block without a known key
         new_tokens = tokens[first * self._keys.format.block_size * TOKEN_BYTES :]
         blocks = list(self._prompt_keys.blocks(namespace, new_tokens, keys[-1] if keys else None))
         keys += [block.key for block in blocks]
-        is_saved = self._store.touch(keys[first:])
-        unsaved = [index for index, is_everywhere in enumerate(is_saved, first) if not is_everywhere]
-        for start in range(0, len(unsaved), self._num_staged):
-            part = unsaved[start : start + self._num_staged]
+        are_everywhere = self._store.touch(keys[first:])
+        unsaved = [index for index, is_everywhere in enumerate(are_everywhere, first) if not is_everywhere]
+        for start in range(0, len(unsaved), self._max_staged_blocks):
+            staged = unsaved[start : start + self._max_staged_blocks]
             try:
-                payloads = read(part)
+                payloads = read(staged)
             except MemoryError as error:
-                _log.warning("no memory to copy %d blocks for the tiers, so they are not saved: %s", len(part), error)
+                _log.warning("no memory to copy %d blocks for the tiers, so they are not saved: %s", len(staged), error)
+                del keys[staged[0] :]  # the next call saves these blocks
                 break
-            self._store.save([(blocks[index - first], row.data) for index, row in zip(part, payloads, strict=True)])
+            self._store.save([(blocks[index - first], row.data) for index, row in zip(staged, payloads, strict=True)])
         self._store.touch(keys[::-1])  # the end of the sequence is evicted first
 
     def purge(self, tenant: str | None, salt: str | None) -> None:

@@ -32,7 +32,8 @@ class _States:
         like: states as the model computes them, `[num_kv_heads, num_positions, head_dim]`.
         num_slots: number of slots.
         device: where to store them.
-        quantized: dtype that they are quantized to, with a float32 scale per vector; None to store them unchanged.
+        quantized_dtype: dtype to which they are quantized, with a float32 scale per vector; None to store them as they
+            are.
 
     Raises:
         InvalidRequest: the size of a vector is odd, and the dtype is int4.
@@ -43,11 +44,13 @@ class _States:
             if there are any.
     """
 
-    def __init__(self, like: torch.Tensor, num_slots: int, device: torch.device, quantized: torch.dtype | None) -> None:
-        if quantized == INT4 and like.shape[2] % 2:
+    def __init__(
+        self, like: torch.Tensor, num_slots: int, device: torch.device, quantized_dtype: torch.dtype | None
+    ) -> None:
+        if quantized_dtype == INT4 and like.shape[2] % 2:
             raise InvalidRequest(f"kv_dtype: expected an even head size for k8v4, got {like.shape[2]}")
         self.dtype = like.dtype
-        self._quantized = quantized
+        self._quantized_dtype = quantized_dtype
         encoded = self._encode(torch.zeros_like(like[:, :1], device=device))
         with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
             self.tensors = tuple(
@@ -57,19 +60,19 @@ class _States:
 
     def __str__(self) -> str:
         num_heads, _, size = self.tensors[0].shape
-        return f"{num_heads}x{size} {self.dtype} {self._quantized}"
+        return f"{num_heads}x{size} {self.dtype} {self._quantized_dtype}"
 
     def read(self, slots: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy the states of some slots to a device, in the dtype of the model."""
         copies = [each.index_select(1, slots.to(each.device)).to(device) for each in self.tensors]
-        if self._quantized is None:
+        if self._quantized_dtype is None:
             return copies[0]
         values, scales = copies
-        if self._quantized == torch.float8_e4m3fn:
-            values = values.view(self._quantized)
-        if self._quantized == INT4:  # rotated before they were quantized, which makes 4 bits more accurate
+        if self._quantized_dtype == torch.float8_e4m3fn:
+            values = values.view(self._quantized_dtype)
+        if self._quantized_dtype == INT4:  # rotated before they were quantized, which makes 4 bits more accurate
             return hadamard_transform(dequantize(values, scales[..., 0], INT4), self.dtype)
-        return dequantize(values, scales[..., 0], self._quantized, self.dtype)
+        return dequantize(values, scales[..., 0], self._quantized_dtype, self.dtype)
 
     def write(self, slots: torch.Tensor, states: torch.Tensor) -> None:
         """Copy states, `[num_kv_heads, len(slots), head_dim]`, to some slots."""
@@ -77,11 +80,11 @@ class _States:
             stored.index_copy_(1, slots.to(stored.device), new.to(stored.device))
 
     def _encode(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if self._quantized is None:
+        if self._quantized_dtype is None:
             return (states,)
-        if self._quantized == INT4:
+        if self._quantized_dtype == INT4:
             states = hadamard_transform(states, torch.float32)
-        values, scales = quantize(states, self._quantized)
+        values, scales = quantize(states, self._quantized_dtype)
         return values.view(torch.int8), scales[..., None]  # indexing is not implemented for every 8-bit dtype
 
 
@@ -141,17 +144,18 @@ class KVSlots:
         """Allocate the layers that have not been written yet.
 
         Args:
-            kv: keys and values by layer, `[num_kv_heads, num_positions, head_dim]`. Later ones must have the same
-                dtypes and devices, and the same shapes except for the number of positions.
+            kv: keys and values by layer, `[num_kv_heads, num_positions, head_dim]`. The K/V that are written later must
+                have the same dtypes and devices, and the same shapes except for the number of positions.
         """
         for layer_id, states in kv.items():
             if layer_id not in self._layers:
-                dtype = self._kv_dtype
-                keys, values = (
-                    _States(each, self._num_slots, self._device or each.device, quantized)
-                    for each, quantized in zip(states, (dtype and key_dtype(dtype), dtype), strict=True)
+                keys, values = states
+                quantized_key_dtype = None if self._kv_dtype is None else key_dtype(self._kv_dtype)
+                self._layers[layer_id] = _Layer(
+                    _States(keys, self._num_slots, self._device or keys.device, quantized_key_dtype),
+                    _States(values, self._num_slots, self._device or values.device, self._kv_dtype),
+                    keys.device,
                 )
-                self._layers[layer_id] = _Layer(keys, values, states[0].device)
 
     def read(self, layer_id: int, block_ids: BlockIds, start: int, end: int) -> KV:
         """Copy the K/V of positions `start` to `end` of a sequence out of its blocks.
@@ -196,8 +200,8 @@ class KVSlots:
         for tensor in self._tensors():
             num_heads, _, size = tensor.shape
             end = start + num_heads * self._block_size * size * tensor.element_size()
-            part = torch.from_numpy(np.ascontiguousarray(blocks[:, start:end])).view(tensor.dtype)
-            by_head = part.view(-1, num_heads, self._block_size, size).transpose(0, 1).flatten(1, 2)
+            elements = torch.from_numpy(np.ascontiguousarray(blocks[:, start:end])).view(tensor.dtype)
+            by_head = elements.view(-1, num_heads, self._block_size, size).transpose(0, 1).flatten(1, 2)
             tensor.index_copy_(1, slots.to(tensor.device), by_head.to(tensor.device))
             start = end
 

@@ -20,7 +20,7 @@ _WRONG_AFTER_A_PREFIX = frozenset({"mpt"})
 CACHE_NAMES = ("cache", "past_key_values")
 
 # Arguments of a forward pass that K/V do not depend on, or that `PromptCache` verifies.
-_HARMLESS = frozenset(
+_HARMLESS_ARGUMENTS = frozenset(
     {
         *CACHE_NAMES,
         "input_ids",
@@ -59,9 +59,11 @@ def require_reusable(model: object) -> None:
         raise UnsupportedModel(f"{name}: transformers computes other results for it after a prefix is given")
     cache = None if model._is_stateful else DynamicCache(config=config)
     kinds = {"recurrent states"} if cache is None else {type(each).__name__ for each in cache.layers}
-    if others := sorted(kinds - _ATTENTION_LAYERS):
+    unsupported_kinds = sorted(kinds - _ATTENTION_LAYERS)
+    if unsupported_kinds:
         raise UnsupportedModel(
-            f"{name}: expected layers that keep only K/V of full or sliding attention, got {', '.join(others)}"
+            f"{name}: expected layers that keep only K/V of full or sliding attention, got "
+            f"{', '.join(unsupported_kinds)}"
         )
 
 
@@ -77,8 +79,8 @@ def require_only_tokens(arguments: Mapping[str, Any]) -> None:
     Raises:
         InvalidRequest: the message names the argument.
     """
-    others = sorted(name for name, value in arguments.items() if value is not None and name not in _HARMLESS)
-    if others:
+    names = sorted(name for name, value in arguments.items() if value is not None and name not in _HARMLESS_ARGUMENTS)
+    if names:
         raise InvalidRequest(
-            f"RadixCache: expected a forward pass of input_ids only, got {', '.join(others)}, on which K/V may depend"
+            f"RadixCache: expected a forward pass of input_ids only, got {', '.join(names)}, on which K/V may depend"
         )

@@ -36,8 +36,8 @@ class WeightVersions:
         """Whether no tensor was added, removed, replaced, moved or changed. Complexity: O(tensors)."""
         weights = list(_weights(self._model))
         return len(weights) == len(self._versions) and all(
-            known() is each and (pointer, version) == (each.data_ptr(), _version(each))
-            for (_, each), (known, pointer, version) in zip(weights, self._versions, strict=True)
+            reference() is each and (pointer, version) == (each.data_ptr(), _version(each))
+            for (_, each), (reference, pointer, version) in zip(weights, self._versions, strict=True)
         )
 
 
@@ -56,9 +56,9 @@ def digest_of_model(model: Any) -> str:
         if weight.is_meta:
             raise UnsupportedModel(f"tiers: expected all weights in memory, got {name} offloaded")
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        rows = weight.detach().reshape(-1).view(torch.uint8)
-        for start in range(0, rows.numel(), _PIECE_BYTES):
-            digest.update(rows[start : start + _PIECE_BYTES].cpu().numpy().data)
+        weight_bytes = weight.detach().reshape(-1).view(torch.uint8)
+        for start in range(0, weight_bytes.numel(), _PIECE_BYTES):
+            digest.update(weight_bytes[start : start + _PIECE_BYTES].cpu().numpy().data)
     return digest.hexdigest()
 
 
@@ -69,14 +69,14 @@ def describe_computation(model: Any, kv: Mapping[int, KV]) -> str:
         model: the model.
         kv: K/V of a test prompt by layer. A digest of them covers hooks and the frequencies of RoPE.
     """
-    test = xxh3_128()
+    kv_digest = xxh3_128()
     for _, states in sorted(kv.items()):
         for each in states:
-            test.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            kv_digest.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     devices = sorted({each.device.type for _, each in _weights(model)})
-    names = [torch.cuda.get_device_name()] if "cuda" in devices else []
+    gpu_names = [torch.cuda.get_device_name()] if "cuda" in devices else []
     libraries = f"transformers {transformers.__version__}, torch {torch.__version__}"
-    return ", ".join([libraries, str(model.config._attn_implementation), *devices, *names, test.hexdigest()])
+    return ", ".join([libraries, str(model.config._attn_implementation), *devices, *gpu_names, kv_digest.hexdigest()])
 
 
 def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

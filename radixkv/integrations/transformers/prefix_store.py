@@ -132,7 +132,7 @@ class PrefixStore:
         tokens: bytes,
         num_published: int,
         first: int,
-        kv: ReadNewKV,
+        read_kv: ReadNewKV,
         epoch: int,
         saved_keys: list[bytes],
     ) -> None:
@@ -144,8 +144,8 @@ class PrefixStore:
         Args:
             namespace, tokens: the sequence.
             num_published: tokens of the sequence that were published before. Finding them does not count as reuse.
-            first: the first position whose K/V `kv` can return.
-            kv: returns the K/V of a range of positions.
+            first: the first position whose K/V `read_kv` can return.
+            read_kv: returns the K/V of a range of positions.
             epoch: the epoch in which the sequence was matched.
             saved_keys: keys of the first blocks of the sequence, which earlier calls passed to the tiers. Those of the
                 blocks that this call passes to the tiers are appended.
@@ -160,13 +160,13 @@ class PrefixStore:
                 start, end = lease.cached_tokens, lease.num_tokens
                 if start < first:
                     return
-                new = kv(start, end)
-                if not _are_finite(new):
+                new_kv = read_kv(start, end)
+                if not _are_finite(new_kv):
                     return
                 if lease.copy is not None:  # the first of these tokens are in a block that other sequences use
                     self._slots.copy(lease.copy)
                     lease.copy = None
-                self._slots.write(lease.block_ids, start, end, new)
+                self._slots.write(lease.block_ids, start, end, new_kv)
                 if self._tiers is not None:
                     block_ids = lease.block_ids
                     self._tiers.save(
@@ -196,23 +196,25 @@ class PrefixStore:
 
     def _load(self, tiers: BlockTiers, namespace: Namespace, tokens: bytes) -> None:
         """Load the blocks of a prompt that only the tiers have. The lock is not held while the tiers are read."""
-        size = self.block_size
+        block_size = self.block_size
         with self._lock:
             epoch = self._epoch
-            num_found = self._cache.num_found_tokens(namespace, tokens)
-        if num_found == len(tokens) // TOKEN_BYTES - 1:
+            num_cached_tokens = self._cache.num_found_tokens(namespace, tokens)
+        if num_cached_tokens == len(tokens) // TOKEN_BYTES - 1:
             return  # all tokens are cached but the last one, which is always computed
-        for first, payloads in tiers.load(namespace, tokens, num_found // size):
-            end = (first + len(payloads)) * size
+        for first_block, payloads in tiers.load(namespace, tokens, num_cached_tokens // block_size):
+            end = (first_block + len(payloads)) * block_size
             with self._lock, torch.no_grad():
                 if epoch != self._epoch:
                     return
                 with self._cache.lease(namespace, tokens[: end * TOKEN_BYTES], is_resumed=True) as lease:
-                    start = lease.cached_tokens // size
-                    if start < first:  # blocks before the loaded ones were evicted meanwhile
+                    num_cached_blocks = lease.cached_tokens // block_size
+                    if num_cached_blocks < first_block:  # blocks before the loaded ones were evicted meanwhile
                         return
                     lease.copy = None  # the whole block is overwritten
-                    self._slots.write_blocks(lease.block_ids[start:], payloads[start - first :])
+                    self._slots.write_blocks(
+                        lease.block_ids[num_cached_blocks:], payloads[num_cached_blocks - first_block :]
+                    )
                     lease.commit(end)
 
 

@@ -84,8 +84,10 @@ class _WindowRecord:
         self.start = min(self.start, end)
 
     def read(self, row: int, start: int, end: int) -> KV:
-        keys, values = (torch.cat([pair[each][row] for pair in self.pieces], dim=1) for each in (0, 1))
-        return keys[:, start - self.start : end - self.start], values[:, start - self.start : end - self.start]
+        all_keys = torch.cat([keys[row] for keys, _ in self.pieces], dim=1)
+        all_values = torch.cat([values[row] for _, values in self.pieces], dim=1)
+        positions = slice(start - self.start, end - self.start)
+        return all_keys[:, positions], all_values[:, positions]
 
 
 class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no types here
@@ -149,6 +151,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         with store.match(namespace, [each.tokens for each in prompts]) as prefixes:
             # A reused prefix ends at the same position in all rows, since they are computed together.
             ends = [each.num_pads + prefix.num_tokens for each, prefix in zip(prompts, prefixes, strict=True)]
+            # If all rows have only padding before this position, nothing is reused, and the cache begins empty.
             self._length = min(ends) if any(min(ends) > each.num_pads for each in prompts) else 0
             if self._length:
                 self._fill(prompts, prefixes)
@@ -198,15 +201,15 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
             return
         if not isinstance(input_ids, torch.Tensor):
             raise InvalidRequest("RadixCache: expected input_ids in each forward pass, got none")
-        num_rows, num_new = len(self._rows), input_ids.shape[1]
+        num_rows, num_new_tokens = len(self._rows), input_ids.shape[1]
         if input_ids.shape[0] != num_rows:
             raise InvalidRequest(
                 f"RadixCache: this cache is for {num_rows} sequences, got input_ids of {input_ids.shape[0]}; with "
                 "num_beams or num_return_sequences, pass num_sequences to cache_for"
             )
         if self._length < self._prompt_length:
-            self._require_own_tokens(_numpy(input_ids))
-        self._require_causal(arguments, num_new)
+            self._require_own_tokens(_copy_to_host(input_ids))
+        self._require_causal(arguments, num_new_tokens)
         self._next_tokens = input_ids.clone()  # the caller may overwrite its tensor before the tokens are read
 
     def update(
@@ -312,7 +315,8 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
                 prefix.read(layer_id, max(0, start - each.num_pads), max(0, length - each.num_pads))
                 for each, prefix in zip(prompts, prefixes, strict=True)
             ]
-            keys, values = (_pad_rows([pair[each] for pair in rows], length - start) for each in (0, 1))
+            keys = _pad_rows([row_keys for row_keys, _ in rows], length - start)
+            values = _pad_rows([row_values for _, row_values in rows], length - start)
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
             if layer.is_sliding:
@@ -322,23 +326,23 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
     def _require_own_tokens(self, tokens: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
         """Refuse tokens that differ from the rest of the prompts."""
         end = min(self._length + tokens.shape[1], self._prompt_length)
-        for index, (row, new) in enumerate(zip(self._rows, tokens, strict=True)):
-            first = max(self._length, row.prompt.num_pads)
-            expected = row.prompt.tokens[
-                (first - row.prompt.num_pads) * TOKEN_BYTES : max(0, end - row.prompt.num_pads) * TOKEN_BYTES
-            ]
-            got = new[first - self._length : max(first, end) - self._length].tobytes()
+        for index, (row, new_tokens) in enumerate(zip(self._rows, tokens, strict=True)):
+            # Compare positions `[start, end)` of the padded batch, without the padding of the row.
+            num_pads = row.prompt.num_pads
+            start = max(self._length, num_pads)
+            expected = row.prompt.tokens[(start - num_pads) * TOKEN_BYTES : max(0, end - num_pads) * TOKEN_BYTES]
+            got = new_tokens[start - self._length : max(start, end) - self._length].tobytes()
             if got != expected:
                 raise InvalidRequest(
                     f"RadixCache: input_ids[{index}] differ from those for which cache_for made this cache, or do not "
                     f"begin after the {self._length} tokens in it; a cache is for one prompt and its continuation"
                 )
 
-    def _require_causal(self, arguments: Mapping[str, Any], num_new: int) -> None:
+    def _require_causal(self, arguments: Mapping[str, Any], num_new_tokens: int) -> None:
         """Refuse attention masks other than that of the padding, and positions that do not count from its end."""
         pads = [row.prompt.num_pads for row in self._rows]
-        end, max_pads = self._length + num_new, max(pads)
-        positions = torch.arange(self._length, end)[None] - torch.tensor(pads)[:, None]  # [batch, num_new]
+        end, max_pads = self._length + num_new_tokens, max(pads)
+        positions = torch.arange(self._length, end)[None] - torch.tensor(pads)[:, None]  # [batch, num_new_tokens]
         mask = arguments.get("attention_mask")
         is_mask_right = mask is None and not max_pads
         if isinstance(mask, torch.Tensor) and mask.shape == (len(pads), end):
@@ -365,9 +369,12 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         """Refuse to crop to a length at which a layer would not have its whole window."""
         for _, layer in stored_layers(self):
             num_dropped = layer.get_seq_length() - layer.keys.shape[2]
-            if num_dropped and length < (shortest := num_dropped + layer.sliding_window - 1):
+            if not num_dropped:
+                continue
+            min_length = num_dropped + layer.sliding_window - 1
+            if length < min_length:
                 raise InvalidRequest(
-                    f"crop: expected to keep at least {shortest} tokens, got {length}: a layer has dropped a part of "
+                    f"crop: expected to keep at least {min_length} tokens, got {length}: a layer has dropped a part of "
                     "the sliding window before them; call activate_past_recording before these tokens are computed, "
                     "or create another cache"
                 )
@@ -386,11 +393,11 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         """Append the unread tokens to the rows. On a GPU this waits for the forward pass that computed them."""
         if not self._unread_tokens:
             return
-        tokens = _numpy(torch.cat(self._unread_tokens, dim=1))
-        first = self._length - tokens.shape[1]
+        tokens = _copy_to_host(torch.cat(self._unread_tokens, dim=1))
+        first = self._length - tokens.shape[1]  # position of the first unread token
         self._unread_tokens = []
-        for row, new in zip(self._rows, tokens, strict=True):
-            row.tokens += new[max(0, row.prompt.num_pads - first) :].tobytes()
+        for row, new_tokens in zip(self._rows, tokens, strict=True):
+            row.tokens += new_tokens[max(0, row.prompt.num_pads - first) :].tobytes()
 
     def _publish(self, *, is_last: bool) -> None:
         """Publish whole prompts, then whole blocks of generated tokens, and the remaining tokens if `is_last`."""
@@ -437,6 +444,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
                     )
             return kv
 
+        # Windowed layers have dropped what is before their records.
         first = max((0, *(each.start - num_pads for each in self._records.values())))
         self._store.publish(self._namespace, tokens, row.published_tokens, first, read, self._epoch, row.saved_keys)
 
@@ -448,7 +456,7 @@ def stored_layers(cache: DynamicCache) -> Iterator[tuple[int, Any]]:
             yield layer_id, layer
 
 
-def _numpy(input_ids: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint32]]:
+def _copy_to_host(input_ids: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint32]]:
     """Copy tokens from the device, `[batch, num_tokens]`."""
     tokens: np.ndarray[Any, np.dtype[np.uint32]] = input_ids.cpu().numpy().astype(np.uint32)
     return tokens

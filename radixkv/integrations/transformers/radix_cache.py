@@ -31,9 +31,10 @@ from radixkv.integrations.transformers.prompt_cache import PaddedPrompt, PromptC
 from radixkv.namespace import Namespace
 
 _NUM_TEST_TOKENS = 64
+_UNLIMITED_TOKENS = 2**31  # more than any prompt has
 
 # Options of `generate` that switch assisted decoding on.
-_ASSISTANTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+_ASSISTANT_OPTIONS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +124,9 @@ class RadixCache:
         limit = sequence_limit(model.config.get_text_config(decoder=True).to_dict())
         self.model = model
         self._vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        self._too_long = limit.reason
-        self._max_tokens = limit.max_tokens if limit.reason and limit.max_tokens is not None else 2**31
+        self._limit_reason = limit.reason
+        # Without a reason why longer sequences are not served, transformers decides what is too long.
+        self._max_tokens = limit.max_tokens if limit.reason and limit.max_tokens is not None else _UNLIMITED_TOKENS
         self._store = PrefixStore(
             capacity_tokens // block_size,
             block_size,
@@ -214,12 +216,12 @@ class RadixCache:
         """
         if names := [name for name in CACHE_NAMES if kwargs.get(name) is not None]:
             raise InvalidRequest(f"{names[0]}: RadixCache.generate creates the cache itself; expected none")
-        if names := [name for name in _ASSISTANTS if self._option(name, kwargs)]:
+        if names := [name for name in _ASSISTANT_OPTIONS if self._option(name, kwargs)]:
             raise InvalidRequest(
                 f"{names[0]}: assisted decoding of transformers computes the whole prompt, whatever its cache holds; "
                 "call model.generate without a RadixCache"
             )
-        sizes = [self._option(name, kwargs) or 1 for name in ("num_beams", "num_return_sequences")]
+        sequence_counts = [self._option(name, kwargs) or 1 for name in ("num_beams", "num_return_sequences")]
         if attention_mask is not None:
             kwargs["attention_mask"] = attention_mask
         with self.cache_for(
@@ -227,7 +229,7 @@ class RadixCache:
             attention_mask,
             tenant=tenant,
             salt=salt,
-            num_sequences=max(sizes),
+            num_sequences=max(sequence_counts),
             write_generated=write_generated,
         ) as cache:
             return self.model.generate(input_ids, **{self._cache_name: cache}, **kwargs)
@@ -265,7 +267,7 @@ class RadixCache:
             LifecycleError: this object was closed.
             ConfigError, UnsupportedModel: tiers are opened in this call, and cannot be; see `RadixCache`.
         """
-        prompts = list(self._prompts(input_ids, attention_mask))
+        prompts = list(self._split_rows(input_ids, attention_mask))
         if num_sequences < 1:
             raise InvalidRequest(f"num_sequences: expected at least 1, got {num_sequences}")
         if self.model.training:
@@ -346,7 +348,8 @@ class RadixCache:
         values = (kwargs.get(name), *(getattr(each, name, None) for each in configs))
         return next((each for each in values if each is not None), None)
 
-    def _prompts(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Iterator[PaddedPrompt]:
+    def _split_rows(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Iterator[PaddedPrompt]:
+        """Yield the prompt of each row; see `cache_for` for the errors."""
         if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
             raise InvalidRequest(
                 f"input_ids: expected token ids [batch, length], got {input_ids.dtype} {list(input_ids.shape)}"
@@ -362,9 +365,9 @@ class RadixCache:
                 f"{list(attention_mask.shape)}"
             )
         vocab_size = self._vocab_size
-        for index, (row, kept) in enumerate(zip(rows, mask, strict=True)):
-            num_pads = int((~kept).sum())
-            if num_pads == row.size or not kept[num_pads:].all():
+        for index, (row, is_token) in enumerate(zip(rows, mask, strict=True)):
+            num_pads = int((~is_token).sum())
+            if num_pads == row.size or not is_token[num_pads:].all():
                 raise InvalidRequest(
                     f"attention_mask[{index}]: expected padding on the left and at least one token, got another mask; "
                     "set tokenizer.padding_side to left"
@@ -375,7 +378,7 @@ class RadixCache:
             if tokens.size > self._max_tokens:
                 raise PromptTooLong(
                     f"input_ids[{index}]: expected at most {self._max_tokens} tokens, got {tokens.size}; "
-                    f"{self._too_long}"
+                    f"{self._limit_reason}"
                 )
             yield PaddedPrompt(tokens.astype("<u4").tobytes(), num_pads)
 
