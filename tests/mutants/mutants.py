@@ -1542,14 +1542,14 @@ EXPLAIN_MUTANTS = (
     Mutant("explain/realignment.py", " - run.branch_span, -run.prompt_span", " - run.branch_span, 0"),
     Mutant("explain/kinds.py", "text, max(0, start - _MAX_MATCH_CHARS), end + _MAX_MATCH_CHARS", "text"),
     Mutant("explain/kinds.py", "np.minimum(counts[at], other_counts[other_at])", "counts[at]"),
-    Mutant("explain/comparison.py", "if max(map(len, sides)) > _MAX_TEXT_CHARS:", "if False:"),
+    Mutant("explain/comparison.py", "if max(map(len, side_texts)) > _MAX_TEXT_CHARS:", "if False:"),
     Mutant(
         "engine/stats_collector.py", "self._token_times.get(tenant)", "next(iter(self._token_times.values()), None)"
     ),
     Mutant("explain/realignment.py", "2 * (prompt_start + branch_start) + MIN_EQUAL_TOKENS", "0"),
     Mutant("explain/realignment.py", "if run.equal_tokens < MIN_EQUAL_TOKENS:", "if False:"),
     Mutant("explain/kinds.py", "other_counts >= own_counts", "other_counts > 0"),
-    Mutant("explain/explanation.py", "place.equal_tokens > num_equal", "False"),
+    Mutant("explain/explanation.py", "equal_tokens > max_equal_tokens", "False"),
     Mutant(
         "service/server/auth/authorizer.py",
         "            message.omit_cached_text = True\n",
@@ -1565,8 +1565,8 @@ DOCTOR_MUTANTS = (
     Mutant("explain/kinds.py", " or _is_replaced(prompt, branch, place):", ":"),
     Mutant(
         "explain/kinds.py",
-        "(num_equal := num_equal_tokens(prompt[one:], branch[other:])) <= one:",
-        "(num_equal := 0) > one:",
+        "(num_equal := num_equal_tokens(prompt[end.prompt_end :], branch[end.branch_end :])) <= end.prompt_end:",
+        "(num_equal := 0) > end.prompt_end:",
     ),
     Mutant("doctor/examination.py", "key=lambda each: each[0], reverse=True", "key=lambda each: each[0]"),
     Mutant("doctor/examination.py", "start = self.start if self.is_permuted else end", "start = end"),
