@@ -708,7 +708,7 @@ EVENT_MUTANTS = (
     Mutant("events/stored_blocks.py", "        lower.before = upper.end\n", ""),
     Mutant("events/stored_blocks.py", "if is_purged and self.num_blocks == 0:", "if is_purged:"),
     Mutant("events/stored_blocks.py", "            max_blocks -= 1\n", ""),
-    Mutant("events/tree_feed.py", "tail = above.tokens[-(size - len(tail)) :] + tail", "tail = above.tokens"),
+    Mutant("events/tree_feed.py", "tail = above.tokens[-(tail_bytes - len(tail)) :] + tail", "tail = above.tokens"),
     Mutant(
         "events/tree_feed.py", "if self._snapshot_requests and not self._changes and", "if self._snapshot_requests and"
     ),
@@ -718,18 +718,18 @@ EVENT_MUTANTS = (
     Mutant("events/event_log.py", " or batch.sequence_number != number + 1:", ":"),
     Mutant("events/block_identity.py", '(self._tenant, "", "", "")', '(namespace.tenant, "", "", "")'),
     Mutant("events/block_identity.py", "namespace[1:] ==", "(*namespace[1:4], '') =="),
-    Mutant("events/block_identity.py", '            digest.update(len(data).to_bytes(8, "little"))\n', ""),
+    Mutant("events/block_identity.py", '            digest.update(len(encoded_field).to_bytes(8, "little"))\n', ""),
     Mutant("events/block_identity.py", "for field in namespace:", "for field in namespace[:-1]:"),
     Mutant("events/readers.py", "        self._is_waking = False  #", "        pass  #"),
-    Mutant("events/store_feed.py", "and store not in known.stores:", "and not known.stores:"),
+    Mutant("events/store_feed.py", "and store not in tracked.stores:", "and not tracked.stores:"),
     Mutant(
         "events/store_feed.py",
-        "        if store in known.stores:\n            stores =",
+        "        if store in tracked.stores:\n            stores =",
         "        if True:\n            stores =",
     ),
-    Mutant("events/store_feed.py", "            del self._known[key]\n", "            pass\n"),
+    Mutant("events/store_feed.py", "            del self._tracked[key]\n", "            pass\n"),
     Mutant("events/store_feed.py", "                if tier_index.holds(block.key):\n", "                if True:\n"),
-    Mutant("events/store_feed.py", "if each[1].namespace == namespace", "if True"),
+    Mutant("events/store_feed.py", "if block.namespace == namespace and", "if"),
     Mutant("events/store_feed.py", "max_changes = 1 + max_blocks * self", "max_changes = 2**30 + max_blocks * self"),
 )
 
