@@ -76,7 +76,7 @@ class Watched:
         self.feed = TreeFeed(self.log, event_block_size, BLOCK, self.identities)
         self.feed.follow(self.index)
         self.cache = PrefixCache(num_blocks, BLOCK, listeners=[self.feed, self.index])
-        self.index.read_public_prefixes(self.cache.public.tokens_of)
+        self.index.set_tokens_of_prefix(self.cache.public.tokens_of)
         self.reader = Reader()
         self.number = self.log.start
         if is_on:
