@@ -340,7 +340,7 @@ class EngineCore:
         Their unfinished requests publish nothing more.
         """
         if self._offload is not None:
-            yield from self._offload.reading()
+            yield from self._offload.wait_for_scan()
         for request in self._scheduler.requests():
             request.is_revoked = request.is_revoked or request.is_among(tenant, adapter, salt)
         self._resume_followers_of_revoked()

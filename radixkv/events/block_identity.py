@@ -13,7 +13,7 @@ from xxhash import xxh3_64_digest
 from radixkv.api.events import HASH_BYTES
 from radixkv.namespace import Namespace
 
-_BEGINNING = bytes(HASH_BYTES)
+_PLAIN_ROOT = bytes(HASH_BYTES)  # of the namespace that can be matched by tokens alone
 _SALT_BYTES = 16
 _MAX_NAMESPACES = 4096  # cached identities; computing one takes 2 us
 
@@ -48,14 +48,15 @@ class Identities:
         self.of = lru_cache(maxsize=_MAX_NAMESPACES)(self._of)
 
     def _of(self, namespace: Namespace) -> NamespaceIdentity:
-        # Below a public prefix, a tree has only the later tokens of prompts.
+        # All fields but the model. A tree below a public prefix lacks the first tokens of prompts, so its hashes differ
+        # from those that a reader computes from a prompt.
         if namespace[1:] == (self._tenant, "", "", ""):
-            return NamespaceIdentity(_BEGINNING, "")
+            return NamespaceIdentity(_PLAIN_ROOT, "")
         digest = blake2b(key=self._key, digest_size=_SALT_BYTES + HASH_BYTES)
         for field in namespace:
-            data = field.encode("utf-8", "surrogatepass")
-            digest.update(len(data).to_bytes(8, "little"))
-            digest.update(data)
+            encoded_field = field.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded_field).to_bytes(8, "little"))
+            digest.update(encoded_field)
         digest_bytes = digest.digest()
         return NamespaceIdentity(digest_bytes[:HASH_BYTES], digest_bytes[HASH_BYTES:].hex())
 
@@ -80,6 +81,7 @@ def hash_blocks(before: bytes, tokens: bytes, block_bytes: int) -> bytes:
         >>> hash_blocks(bytes(8), bytes(16), 8)[8:] == hash_blocks(hash_blocks(bytes(8), bytes(8), 8), bytes(8), 8)
         True
     """
-    whole = tokens[: len(tokens) // block_bytes * block_bytes]
-    blocks = iter_unpack(f"{block_bytes}s", whole)
+    full_block_tokens = tokens[: len(tokens) // block_bytes * block_bytes]
+    blocks = iter_unpack(f"{block_bytes}s", full_block_tokens)
+    # The hash of each block becomes `before` for the next one.
     return b"".join([before := xxh3_64_digest(before + block)[::-1] for (block,) in blocks])

@@ -37,7 +37,7 @@ _LONG_NONCE_BYTES = 16
 _COOKIE_BYTES = 96
 _VOUCH = struct.Struct("<32s16s80s")  # permanent key, nonce, box
 _MORE_INSIDE, _COMMAND_INSIDE = 1, 2  # the flags of an encrypted frame
-_REFUSAL = command_body(b"ERROR", b"\x03400")
+_REFUSAL = command_body(b"ERROR", b"\x03400")  # three characters: the status code of a failed authentication
 
 
 class Curve:
@@ -63,8 +63,8 @@ class Curve:
         self._cookie = b""  # empty before HELLO
         # The keys of this connection: the peer's public key, this end's secret key, and the key that both ends compute.
         self._peer_key = b""
-        self._own_secret = b""
-        self._shared = b""
+        self._own_secret_key = b""
+        self._shared_key = b""
         self._peer_nonce = -1
         self._own_nonce = 0
 
@@ -86,18 +86,19 @@ class Curve:
         name, data = split_command(body)
         if name != b"MESSAGE":
             raise ZmtpError("a frame is not encrypted")
-        plain = self._open(b"CurveZMQMESSAGEC", data, self._shared)
+        plain = self._open(b"CurveZMQMESSAGEC", data, self._shared_key)
         if not plain:
             raise ZmtpError("an encrypted frame has no flags")
-        inside = plain[0]
-        return (MORE if inside & _MORE_INSIDE else 0) | (COMMAND if inside & _COMMAND_INSIDE else 0), plain[1:]
+        inner_flags = plain[0]
+        flags = (MORE if inner_flags & _MORE_INSIDE else 0) | (COMMAND if inner_flags & _COMMAND_INSIDE else 0)
+        return flags, plain[1:]
 
     def seal_frames(self, frames: Sequence[bytes], *, is_command: bool = False) -> list[bytes]:
         """Encrypt each frame of a message, or a command."""
         pieces = []
         for flags, frame in frames_with_flags(frames, is_command=is_command):
-            inside = (_MORE_INSIDE if flags & MORE else 0) | (_COMMAND_INSIDE if flags & COMMAND else 0)
-            body = command_body(b"MESSAGE", self._seal(b"CurveZMQMESSAGES", bytes([inside]) + frame))
+            inner_flags = (_MORE_INSIDE if flags & MORE else 0) | (_COMMAND_INSIDE if flags & COMMAND else 0)
+            body = command_body(b"MESSAGE", self._seal(b"CurveZMQMESSAGES", bytes([inner_flags]) + frame))
             pieces += [frame_head(0, len(body)), body]
         return pieces
 
@@ -107,25 +108,25 @@ class Curve:
         version, _, self._peer_key, nonce, box = _HELLO.unpack(data)
         if version != _VERSION:
             raise ZmtpError("the peer uses another version of CURVE")
-        shared = _call_sodium(lambda: self._sodium.crypto_box_beforenm(self._peer_key, self._keys.secret_key))
-        self._open(b"CurveZMQHELLO---", nonce + box, shared)
-        own_key, self._own_secret = self._sodium.crypto_box_keypair()
+        shared_key = _call_sodium(lambda: self._sodium.crypto_box_beforenm(self._peer_key, self._keys.secret_key))
+        self._open(b"CurveZMQHELLO---", nonce + box, shared_key)
+        own_key, self._own_secret_key = self._sodium.crypto_box_keypair()
         self._cookie = secrets.token_bytes(_COOKIE_BYTES)
         nonce = secrets.token_bytes(_LONG_NONCE_BYTES)
-        box = self._sodium.crypto_box_afternm(own_key + self._cookie, b"WELCOME-" + nonce, shared)
+        box = self._sodium.crypto_box_afternm(own_key + self._cookie, b"WELCOME-" + nonce, shared_key)
         return command_body(b"WELCOME", nonce + box)
 
     def _handle_initiate(self, data: bytes) -> bytes:
         cookie, data = data[:_COOKIE_BYTES], data[_COOKIE_BYTES:]
         if cookie != self._cookie:
             raise ZmtpError("INITIATE does not contain the cookie of WELCOME")
-        self._shared = _call_sodium(lambda: self._sodium.crypto_box_beforenm(self._peer_key, self._own_secret))
-        plain = self._open(b"CurveZMQINITIATE", data, self._shared)
+        self._shared_key = _call_sodium(lambda: self._sodium.crypto_box_beforenm(self._peer_key, self._own_secret_key))
+        plain = self._open(b"CurveZMQINITIATE", data, self._shared_key)
         if len(plain) < _VOUCH.size:
             raise ZmtpError("INITIATE is too short")
         permanent_key, nonce, box = _VOUCH.unpack_from(plain)
-        shared = _call_sodium(lambda: self._sodium.crypto_box_beforenm(permanent_key, self._own_secret))
-        vouched = _call_sodium(lambda: self._sodium.crypto_box_open_afternm(box, b"VOUCH---" + nonce, shared))
+        shared_key = _call_sodium(lambda: self._sodium.crypto_box_beforenm(permanent_key, self._own_secret_key))
+        vouched = _call_sodium(lambda: self._sodium.crypto_box_open_afternm(box, b"VOUCH---" + nonce, shared_key))
         own_permanent_key = self._sodium.crypto_scalarmult_base(self._keys.secret_key)
         if vouched != self._peer_key + own_permanent_key or permanent_key not in self._keys.allowed:
             raise ZmtpError("the peer's key is not allowed to connect", frame_head(COMMAND, len(_REFUSAL)) + _REFUSAL)
@@ -133,13 +134,13 @@ class Curve:
         self.is_ready = True
         return command_body(b"READY", self._seal(b"CurveZMQREADY---", metadata(self._socket_type)))
 
-    def _open(self, prefix: bytes, data: bytes, shared: bytes) -> bytes:
+    def _open(self, prefix: bytes, data: bytes, shared_key: bytes) -> bytes:
         """Decrypt a box of the peer, after its nonce. Nonces must increase, so that no command can be replayed."""
         nonce, box = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
         number = int.from_bytes(nonce, "big")
         if len(nonce) < _NONCE_BYTES or number <= self._peer_nonce:
             raise ZmtpError("a nonce is not larger than the previous one")
-        plain = _call_sodium(lambda: self._sodium.crypto_box_open_afternm(box, prefix + nonce, shared))
+        plain = _call_sodium(lambda: self._sodium.crypto_box_open_afternm(box, prefix + nonce, shared_key))
         self._peer_nonce = number
         return plain
 
@@ -147,7 +148,7 @@ class Curve:
         """Return a nonce and the box of some bytes."""
         self._own_nonce += 1
         nonce = self._own_nonce.to_bytes(_NONCE_BYTES, "big")
-        box: bytes = self._sodium.crypto_box_afternm(plain, prefix + nonce, self._shared)
+        box: bytes = self._sodium.crypto_box_afternm(plain, prefix + nonce, self._shared_key)
         return nonce + box
 
 

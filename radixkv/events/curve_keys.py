@@ -10,8 +10,8 @@ from radixkv.config import EventsConfig
 from radixkv.config.needed_package import require_package
 from radixkv.errors import ConfigError
 
-_Z85_BYTES = 40
-_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+_Z85_CHARS = 40
+_Z85_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,12 @@ def _decode_key(text: str) -> bytes | None:
     >>> _decode_key("0" * 40) == bytes(32), _decode_key("#" * 40), _decode_key("0" * 39)
     (True, None, None)
     """
-    if len(text) != _Z85_BYTES or set(text) - set(_Z85):
+    if len(text) != _Z85_CHARS or set(text) - set(_Z85_ALPHABET):
         return None
     values = []
-    for start in range(0, _Z85_BYTES, 5):
+    for start in range(0, _Z85_CHARS, 5):
         value = 0
         for character in text[start : start + 5]:
-            value = value * 85 + _Z85.index(character)
+            value = value * 85 + _Z85_ALPHABET.index(character)
         values.append(value)
     return None if max(values) >= 2**32 else b"".join(value.to_bytes(4, "big") for value in values)

@@ -13,7 +13,8 @@ from radixkv.events.zmtp import READ_BYTES, ZmtpConnection, ZmtpError
 HANDSHAKE_S = 10.0
 STALLED_S = 30.0
 
-# Seconds after which a connection to a machine that vanished is noticed, and the number of probes.
+# TCP options that detect machines that have vanished: seconds without traffic before the first probe, seconds between
+# probes, and the number of unanswered probes after which the connection is closed.
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
@@ -114,11 +115,11 @@ class PeerConnection:
             self.last_progress_s = now_s
             self._send(now_s)
             return True
-        read = self._protocol.read()
-        if read is False:
+        message_or_progress = self._protocol.read()
+        if message_or_progress is False:
             return self._is_readable and self._receive()
-        if read is not True:
-            self._reader.receive(read)
+        if message_or_progress is not True:
+            self._reader.receive(message_or_progress)
         return True
 
     def close(self, reply: bytes = b"") -> None:

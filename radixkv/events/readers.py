@@ -125,7 +125,7 @@ class EventReaders:
     memory; it gets `EventsLost` when the batch after its last one has been dropped. All readers together get at most
     `MAX_BATCHES_PER_S`, one after the other, so that requests on the same loop are not delayed.
 
-    Create and use it inside the event loop.
+    Create and use an instance inside the event loop.
     """
 
     def __init__(self, source: EventSource) -> None:
@@ -134,7 +134,7 @@ class EventReaders:
         self._loop = asyncio.get_running_loop()
         self._new_batch = asyncio.Event()
         self._is_waking = False
-        self._free_s = 0.0  # when the rate limit allows the next batch
+        self._next_turn_s = 0.0  # when the rate limit allows the next batch
         self._log.listen(self._wake)
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class EventReaders:
     async def _read(self, number: int) -> AsyncGenerator[EventBatch, None]:
         try:
             if not number:
-                snapshot = await self._snapshot()
+                snapshot = await self._wait_for_snapshot()
                 for batch in snapshot.batches:
                     await self._take_turn()
                     yield batch
@@ -193,12 +193,12 @@ class EventReaders:
     async def _take_turn(self) -> None:
         """Wait until the rate limit allows another batch."""
         now_s = self._loop.time()
-        begins_s = max(now_s - _MAX_BATCHES_AT_ONCE / MAX_BATCHES_PER_S, self._free_s)
-        self._free_s = begins_s + 1 / MAX_BATCHES_PER_S
+        begins_s = max(now_s - _MAX_BATCHES_AT_ONCE / MAX_BATCHES_PER_S, self._next_turn_s)
+        self._next_turn_s = begins_s + 1 / MAX_BATCHES_PER_S
         if begins_s > now_s:
             await asyncio.sleep(begins_s - now_s)
 
-    async def _snapshot(self) -> Snapshot:
+    async def _wait_for_snapshot(self) -> Snapshot:
         if self._log.error is not None:
             raise self._log.error
         snapshot_future = asyncio.wrap_future(self._source.snapshot())
@@ -206,7 +206,7 @@ class EventReaders:
         try:
             await asyncio.wait((snapshot_future, log_end), return_when=asyncio.FIRST_COMPLETED)
             if not snapshot_future.done():
-                log_end.result()
+                log_end.result()  # raises the error of the log
             if snapshot_future.cancelled():
                 raise StepHangs("engine: a step takes too long; no snapshot was made")
             snapshot = snapshot_future.result()

@@ -30,30 +30,30 @@ class ReplayReader:
     def __init__(self, batches: PublishedBatches, note_malformed: Callable[[], None]) -> None:
         self._batches = batches
         self._note_malformed = note_malformed
-        self._number: int | None = None
+        self._last_number: int | None = None  # of the batch before the next one to send; None without a replay
 
     @property
     def is_busy(self) -> bool:
         """Whether a replay is in progress."""
-        return self._number is not None
+        return self._last_number is not None
 
     def receive(self, frames: Sequence[bytes]) -> None:
         """Take a request. The reader must not be busy."""
         if len(frames) != 2 or frames[0] or len(frames[1]) != SEQUENCE_BYTES:
             self._note_malformed()
         else:
-            self._number = self._batches.number_before(frames[1])
+            self._last_number = self._batches.number_before(frames[1])
 
     def next_message(self) -> tuple[bytes, *Message] | None:
         """Return the next message of the replay; None if no replay is in progress."""
-        if self._number is None:
+        if self._last_number is None:
             return None
-        self._number = max(self._number, self._batches.before_oldest)
+        self._last_number = max(self._last_number, self._batches.before_oldest)
         try:
-            message = self._batches.after(self._number)
+            message = self._batches.after(self._last_number)
         except EventsLost:  # dropped in the meantime: continue with what is kept
             return self.next_message()
-        self._number = None if message is None else self._number + 1
+        self._last_number = None if message is None else self._last_number + 1
         return b"", *(message or self._batches.end)
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from radixkv.api.events import HASH_BYTES, AllCleared, BlocksStored, Event, EventBatch, SnapshotPart
-from radixkv.events.store_feed import KnownBlock
+from radixkv.events.store_feed import TrackedBlock
 
 MAX_PART_BLOCKS = 512  # 37 kB per message, which each stalled reader may keep in memory
 _MAX_STORED_PART_BLOCKS = 4096  # 33 kB: without tokens
@@ -43,18 +43,18 @@ class Snapshot:
         sequence_number: the number of that batch.
         runs: the event blocks of all nodes, parents before children.
         block_size: tokens of an event block.
-        known: the blocks in stores that are tracked.
+        tracked_blocks: the blocks in stores whose hashes are known.
 
     Attributes:
         sequence_number: see above.
     """
 
     def __init__(
-        self, sequence_number: int, runs: list[StoredRun], block_size: int, known: Sequence[KnownBlock] = ()
+        self, sequence_number: int, runs: list[StoredRun], block_size: int, tracked_blocks: Sequence[TrackedBlock] = ()
     ) -> None:
         self.sequence_number = sequence_number
         self._runs = runs
-        self._known = known
+        self._tracked_blocks = tracked_blocks
         self._block_size = block_size
         self._time_s = time.time()
 
@@ -65,19 +65,19 @@ class Snapshot:
         Complexity: O(nodes + tokens) for the first access, from any thread.
         """
         parts: list[list[Event]] = [[AllCleared()]]
-        num_blocks, num_left = 0, MAX_PART_BLOCKS  # device blocks in all parts; space for more in the last part
-        known: set[bytes] = set()
+        num_blocks, num_free = 0, MAX_PART_BLOCKS  # device blocks in all parts; space for more in the last part
+        shared: set[bytes] = set()
         for run in self._runs:
-            position, end = _num_known(run, known), len(run.hashes) // HASH_BYTES
+            position, end = _record_shared(run, shared), len(run.hashes) // HASH_BYTES
             num_blocks += end - position
             while position < end:
-                if not num_left:
+                if not num_free:
                     parts.append([])
-                    num_left = MAX_PART_BLOCKS
-                piece = self._piece(run, position, min(end, position + num_left))
+                    num_free = MAX_PART_BLOCKS
+                piece = self._piece(run, position, min(end, position + num_free))
                 parts[-1].append(piece)
                 position += piece.num_blocks
-                num_left -= piece.num_blocks
+                num_free -= piece.num_blocks
         parts += ([piece] for piece in self._stored_pieces())
         return tuple(
             EventBatch(self.sequence_number, self._time_s, tuple(events), SnapshotPart(index, len(parts), num_blocks))
@@ -86,13 +86,13 @@ class Snapshot:
 
     def _stored_pieces(self) -> Iterator[BlocksStored]:
         """Yield the blocks of each store and namespace."""
-        runs: dict[tuple[str, str], list[bytes]] = {}
-        for block in self._known:
+        hashes_of: dict[tuple[str, str], list[bytes]] = {}
+        for block in self._tracked_blocks:
             for store in block.stores:
-                runs.setdefault((store, block.cache_salt), []).append(block.hashes)
+                hashes_of.setdefault((store, block.cache_salt), []).append(block.hashes)
         max_bytes = _MAX_STORED_PART_BLOCKS * HASH_BYTES
-        for (store, cache_salt), each in runs.items():
-            hashes = b"".join(each)
+        for (store, cache_salt), packed_hashes in hashes_of.items():
+            hashes = b"".join(packed_hashes)
             for start in range(0, len(hashes), max_bytes):
                 yield BlocksStored(None, hashes[start : start + max_bytes], b"", self._block_size, cache_salt, store)
 
@@ -110,11 +110,15 @@ class Snapshot:
         )
 
 
-def _num_known(run: StoredRun, known: set[bytes]) -> int:
-    """Count the leading blocks of a run that an earlier run had, and record those that a later run may have."""
-    num_known = 0
+def _record_shared(run: StoredRun, shared: set[bytes]) -> int:
+    """Add the blocks of a run that other runs may contain as well to `shared`.
+
+    Returns:
+        How many of them earlier runs have already added. They precede the others.
+    """
+    num_present = 0
     for start in range(0, run.num_shared * HASH_BYTES, HASH_BYTES):
         block = run.hashes[start : start + HASH_BYTES]
-        num_known += block in known
-        known.add(block)
-    return num_known
+        num_present += block in shared
+        shared.add(block)
+    return num_present

@@ -16,7 +16,7 @@ from radixkv.offload.index.tier_index import StoreListener, TierIndex
 from radixkv.tokens import TOKEN_BYTES
 
 
-class KnownBlock(NamedTuple):
+class TrackedBlock(NamedTuple):
     """The event blocks of one block of the pool.
 
     Attributes:
@@ -31,6 +31,8 @@ class KnownBlock(NamedTuple):
 
 
 class _Change(NamedTuple):
+    """What changed, apart from the blocks: consecutive equal changes become one event."""
+
     is_stored: bool
     store: str
     cache_salt: str
@@ -59,7 +61,7 @@ class StoreFeed(StoreListener):
         self._block_size = block_size
         self._pool_block_size = pool_block_size
         self._identities = identities
-        self._known: dict[bytes, KnownBlock] = {}
+        self._tracked: dict[bytes, TrackedBlock] = {}
         self._changes: deque[tuple[_Change, bytes]] = deque()
 
     @property
@@ -75,43 +77,46 @@ class StoreFeed(StoreListener):
         """Stop recording."""
         self.is_on = False
         self._changes.clear()
-        self._known.clear()
+        self._tracked.clear()
 
     def identified(self, namespace: Namespace, tokens: bytes, start: int, blocks: Sequence[KeyedBlock]) -> None:
         """Record the hashes of blocks, and report those that are stored, except blocks of invoked adapters."""
-        plain = (each for each in enumerate(blocks, start) if each[1].namespace == namespace)
-        new = [(place, block) for place, block in plain if self._is_new(block.key)]
-        if not new:
+        new_blocks = [
+            (index, block)
+            for index, block in enumerate(blocks, start)
+            if block.namespace == namespace and self._is_new(block.key)
+        ]
+        if not new_blocks:
             return
         identity = self._identities.of(namespace)
         end_bytes = (start + len(blocks)) * self._pool_block_size * TOKEN_BYTES
         hashes = hash_blocks(identity.root, tokens[:end_bytes], self._block_size * TOKEN_BYTES)
-        size = self._pool_block_size // self._block_size * HASH_BYTES
-        for place, block in new:
-            own = hashes[place * size : (place + 1) * size]
-            self._known[block.key] = KnownBlock(own, identity.cache_salt)
+        hash_bytes = self._pool_block_size // self._block_size * HASH_BYTES  # per block of the pool
+        for index, block in new_blocks:
+            block_hashes = hashes[index * hash_bytes : (index + 1) * hash_bytes]
+            self._tracked[block.key] = TrackedBlock(block_hashes, identity.cache_salt)
             for name, tier_index in self._tier_indexes.items():
                 if tier_index.holds(block.key):
                     self.stored(name, block.key)
 
     def stored(self, store: str, key: bytes) -> None:
         """Record that a store has a block."""
-        known = self._known.get(key)
-        if known is not None and store not in known.stores:
-            self._known[key] = known._replace(stores=(*known.stores, store))
-            self._changes.append((_Change(True, store, known.cache_salt), known.hashes))
+        tracked = self._tracked.get(key)
+        if tracked is not None and store not in tracked.stores:
+            self._tracked[key] = tracked._replace(stores=(*tracked.stores, store))
+            self._changes.append((_Change(True, store, tracked.cache_salt), tracked.hashes))
 
     def removed(self, store: str, key: bytes) -> None:
         """Record that a store lost a block, and drop its hashes if no other store has it."""
-        known = self._known.get(key)
-        if known is None:
+        tracked = self._tracked.get(key)
+        if tracked is None:
             return
-        if store in known.stores:
-            stores = tuple(name for name in known.stores if name != store)
-            self._known[key] = known._replace(stores=stores)
-            self._changes.append((_Change(False, store, known.cache_salt), known.hashes))
+        if store in tracked.stores:
+            stores = tuple(name for name in tracked.stores if name != store)
+            self._tracked[key] = tracked._replace(stores=stores)
+            self._changes.append((_Change(False, store, tracked.cache_salt), tracked.hashes))
         if not any(key in tier_index for tier_index in self._tier_indexes.values()):
-            del self._known[key]
+            del self._tracked[key]
 
     def take(self, max_blocks: int) -> list[BlocksStored | BlocksRemoved]:
         """Return events for the oldest pending changes, in order, up to about `max_blocks` event blocks."""
@@ -119,16 +124,16 @@ class StoreFeed(StoreListener):
         changes = [self._changes.popleft() for _ in range(min(max_changes, len(self._changes)))]
         events: list[BlocksStored | BlocksRemoved] = []
         for change, group in groupby(changes, itemgetter(0)):
-            hashes = b"".join(own for _, own in group)
+            hashes = b"".join(block_hashes for _, block_hashes in group)
             if change.is_stored:
                 events.append(BlocksStored(None, hashes, b"", self._block_size, change.cache_salt, change.store))
             else:
                 events.append(BlocksRemoved(hashes, change.cache_salt, change.store))
         return events
 
-    def known(self) -> list[KnownBlock]:
+    def tracked_blocks(self) -> list[TrackedBlock]:
         """List the tracked blocks. Complexity: O(blocks)."""
-        return list(self._known.values())
+        return list(self._tracked.values())
 
     def _is_new(self, key: bytes) -> bool:
-        return key not in self._known and any(key in tier_index for tier_index in self._tier_indexes.values())
+        return key not in self._tracked and any(key in tier_index for tier_index in self._tier_indexes.values())

@@ -56,10 +56,10 @@ class _Run:
 
 
 class _Removal(NamedTuple):
-    """Consecutively removed blocks of one namespace, as packed hashes."""
+    """Consecutively removed blocks of one namespace: the packed hashes of each run of them."""
 
-    salt: str
-    runs: list[bytes]
+    cache_salt: str
+    hashes: list[bytes]
 
 
 class StoredBlocks:
@@ -121,7 +121,8 @@ class StoredBlocks:
         if is_purged and self.num_blocks == 0:
             return (AllCleared(),) if events else ()
         return tuple(
-            BlocksRemoved(b"".join(each.runs), each.salt) if isinstance(each, _Removal) else each for each in events
+            BlocksRemoved(b"".join(each.hashes), each.cache_salt) if isinstance(each, _Removal) else each
+            for each in events
         )
 
     def run_of(self, node: Node) -> tuple[bytes, bytes, int]:
@@ -132,9 +133,9 @@ class StoredBlocks:
             may have as well.
         """
         run = self._runs[node]
-        return run.before, run.hashes, self._num_counted(run.phase, len(run.hashes) // HASH_BYTES)
+        return run.before, run.hashes, self._num_shareable(run.phase, len(run.hashes) // HASH_BYTES)
 
-    def _num_counted(self, phase: int, num_hashes: int) -> int:
+    def _num_shareable(self, phase: int, num_hashes: int) -> int:
         """Count the blocks of a run that siblings may have as well: those that end inside the first pool block."""
         first_end = self._block_size - phase
         if first_end >= self._pool_block_size:
@@ -143,64 +144,69 @@ class StoredBlocks:
 
     def _store(self, change: Stored, events: list[BlocksStored | _Removal]) -> int:
         """Hash the blocks that are complete now. Returns their number."""
-        node, tokens, above, tail = change
+        node, tokens, parent, tail = change
         run = self._runs.get(node)
         if run is None:
-            parent = None if above is None else self._runs.get(above)
-            before = self._identities.of(node.owner.namespace).root if parent is None else parent.end
+            parent_run = None if parent is None else self._runs.get(parent)
+            before = self._identities.of(node.owner.namespace).root if parent_run is None else parent_run.end
             run = self._runs[node] = _Run(before, b"", len(tail) // TOKEN_BYTES)
-        num_known = len(run.hashes) // HASH_BYTES
-        # Where the first new block begins, in bytes from the beginning of the node; negative if it begins before it.
-        start = num_known * self._block_bytes - run.phase * TOKEN_BYTES
+        num_old = len(run.hashes) // HASH_BYTES
+        # Where the first new block begins, in bytes from the beginning of the node; negative if before the node.
+        start = num_old * self._block_bytes - run.phase * TOKEN_BYTES
         tokens = tail + tokens if start < 0 else tokens[start:]
         before = run.end
-        new = hash_blocks(before, tokens, self._block_bytes)
-        if not new:
+        new_hashes = hash_blocks(before, tokens, self._block_bytes)
+        if not new_hashes:
             return 0
-        run.hashes += new
-        num_new = len(new) // HASH_BYTES
-        num_copies = self._count_copies(new, self._num_counted(run.phase, num_known + num_new) - num_known)
+        run.hashes += new_hashes
+        num_new = len(new_hashes) // HASH_BYTES
+        num_copies = self._count_copies(new_hashes, self._num_shareable(run.phase, num_old + num_new) - num_old)
         if num_copies:
-            before = new[(num_copies - 1) * HASH_BYTES : num_copies * HASH_BYTES]
-            new = new[num_copies * HASH_BYTES :]
-        if new:
+            before = new_hashes[(num_copies - 1) * HASH_BYTES : num_copies * HASH_BYTES]
+            new_hashes = new_hashes[num_copies * HASH_BYTES :]
+        if new_hashes:
             identity = self._identities.of(node.owner.namespace)
             parent_hash = None if before == identity.root else int.from_bytes(before, "little")
-            stored = tokens[num_copies * self._block_bytes : num_new * self._block_bytes]
-            events.append(BlocksStored(parent_hash, new, stored, self._block_size, identity.cache_salt))
+            new_tokens = tokens[num_copies * self._block_bytes : num_new * self._block_bytes]
+            events.append(BlocksStored(parent_hash, new_hashes, new_tokens, self._block_size, identity.cache_salt))
             self.num_blocks += num_new - num_copies
         return num_new
 
-    def _count_copies(self, hashes: bytes, num_counted: int) -> int:
-        """Count another copy of the first `num_counted` blocks. Returns how many, all at the front, existed before."""
-        num_known = 0
-        for start in range(0, num_counted * HASH_BYTES, HASH_BYTES):
+    def _count_copies(self, hashes: bytes, num_shareable: int) -> int:
+        """Count another copy of the first `num_shareable` blocks.
+
+        Returns:
+            How many of these blocks existed before. They precede the others, since siblings begin with equal tokens.
+        """
+        num_existing = 0
+        for start in range(0, num_shareable * HASH_BYTES, HASH_BYTES):
             block = hashes[start : start + HASH_BYTES]
             copies = self._copies.get(block, 0)
             self._copies[block] = copies + 1
-            num_known += copies > 0
-        return num_known
+            num_existing += copies > 0
+        return num_existing
 
     def _split(self, change: Split) -> None:
         """Split the blocks of a node. This causes no events."""
         lower_node, upper_node, upper_tokens = change
         lower = self._runs[lower_node]
         num_tokens = lower.phase + len(upper_tokens) // TOKEN_BYTES
-        cut = num_tokens // self._block_size * HASH_BYTES
-        upper = self._runs[upper_node] = _Run(lower.before, lower.hashes[:cut], lower.phase)
+        cut_bytes = num_tokens // self._block_size * HASH_BYTES
+        upper = self._runs[upper_node] = _Run(lower.before, lower.hashes[:cut_bytes], lower.phase)
         lower.before = upper.end
-        lower.hashes = lower.hashes[cut:]
+        lower.hashes = lower.hashes[cut_bytes:]
         lower.phase = num_tokens % self._block_size
-        self._count_copies(lower.hashes, self._num_counted(lower.phase, len(lower.hashes) // HASH_BYTES))
+        self._count_copies(lower.hashes, self._num_shareable(lower.phase, len(lower.hashes) // HASH_BYTES))
 
     def _merge(self, change: MergedNodes) -> None:
         """Merge the blocks of nodes. This causes no events."""
         top = self._runs[change.uppers[0]]
         runs = [*(self._runs.pop(upper) for upper in change.uppers), self._runs[change.lower]]
         for run in runs[1:]:
-            num_counted = self._num_counted(run.phase, len(run.hashes) // HASH_BYTES)
-            for start in range(0, num_counted * HASH_BYTES, HASH_BYTES):
-                del self._copies[run.hashes[start : start + HASH_BYTES]]  # it has no siblings
+            num_shareable = self._num_shareable(run.phase, len(run.hashes) // HASH_BYTES)
+            for start in range(0, num_shareable * HASH_BYTES, HASH_BYTES):
+                block = run.hashes[start : start + HASH_BYTES]
+                del self._copies[block]  # the node has no siblings, so this is the only copy
         self._runs[change.lower] = _Run(top.before, b"".join(run.hashes for run in runs), top.phase)
 
     def _shorten(self, node: Node, num_kept_tokens: int, events: list[BlocksStored | _Removal]) -> None:
@@ -209,11 +215,11 @@ class StoredBlocks:
         num_hashes = len(run.hashes) // HASH_BYTES
         num_kept = (run.phase + num_kept_tokens) // self._block_size if num_kept_tokens else 0
         removed = run.hashes[num_kept * HASH_BYTES :]
-        for start in range(num_kept * HASH_BYTES, self._num_counted(run.phase, num_hashes) * HASH_BYTES, HASH_BYTES):
+        for start in range(num_kept * HASH_BYTES, self._num_shareable(run.phase, num_hashes) * HASH_BYTES, HASH_BYTES):
             block = run.hashes[start : start + HASH_BYTES]
             if self._copies[block] > 1:
                 self._copies[block] -= 1
-                removed = removed[HASH_BYTES:]
+                removed = removed[HASH_BYTES:]  # blocks that siblings have as well precede the others
             else:
                 del self._copies[block]
         if num_kept_tokens:
@@ -222,8 +228,8 @@ class StoredBlocks:
             del self._runs[node]
         if removed:
             self.num_blocks -= len(removed) // HASH_BYTES
-            salt = self._identities.of(node.owner.namespace).cache_salt
-            if events and isinstance(last := events[-1], _Removal) and last.salt == salt:
-                last.runs.append(removed)
+            cache_salt = self._identities.of(node.owner.namespace).cache_salt
+            if events and isinstance(last := events[-1], _Removal) and last.cache_salt == cache_salt:
+                last.hashes.append(removed)
             else:
-                events.append(_Removal(salt, [removed]))
+                events.append(_Removal(cache_salt, [removed]))

@@ -31,7 +31,7 @@ class SubscriptionReader:
 
     def __init__(self, batches: PublishedBatches) -> None:
         self._batches = batches
-        self._number: int | None = None
+        self._last_number: int | None = None  # of the batch before the next one to send; None without a subscription
         self._subscriptions: Counter[int] = Counter()  # by the length of the prefix
 
     def receive(self, frames: Sequence[bytes]) -> None:
@@ -47,26 +47,26 @@ class SubscriptionReader:
             return
         if frames[0][0] == _SUBSCRIBE:
             self._subscriptions[len(prefix)] += 1
-            if self._number is None:
-                self._number = self._batches.last
+            if self._last_number is None:
+                self._last_number = self._batches.last
         elif self._subscriptions[len(prefix)] > 0:
             self._subscriptions[len(prefix)] -= 1
             if not self._subscriptions.total():
-                self._number = None
+                self._last_number = None
 
     def next_message(self) -> Message | None:
         """Return the next message to send; None if there is none yet."""
-        if self._number is None:
+        if self._last_number is None:
             return None
         while True:
             try:
-                message = self._batches.after(self._number)
+                message = self._batches.after(self._last_number)
             except EventsLost:
-                self._number = self._batches.before_oldest
-                if self._number >= self._batches.last:
+                self._last_number = self._batches.before_oldest
+                if self._last_number >= self._batches.last:
                     return None
-                time.sleep(0)  # the thread that appends may have replaced this batch, too, and must go on
+                time.sleep(0)  # lets the thread that appends run, which may have dropped this batch, too
                 continue
             if message is not None:
-                self._number += 1
+                self._last_number += 1
             return message

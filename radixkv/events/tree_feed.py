@@ -62,7 +62,7 @@ class TreeFeed(Listener):
         marks: InvocationMarks | None = None,
     ) -> None:
         self.log = log
-        self._stores: StoreFeed | None = None
+        self._store_feed: StoreFeed | None = None
         self._block_size = block_size
         self._pool_block_size = pool_block_size
         self._identities = identities
@@ -72,7 +72,7 @@ class TreeFeed(Listener):
         self._is_on = False
         self._changes: deque[Change] = deque()
         self._note = self._changes.append
-        self._blocks = StoredBlocks(block_size, pool_block_size, identities)
+        self._stored_blocks = StoredBlocks(block_size, pool_block_size, identities)
         self._nodes: Callable[[], Iterable[Node]] = tuple
         self._snapshot: Snapshot | None = None
         self._snapshot_requests: list[Future[Snapshot]] = []
@@ -84,12 +84,12 @@ class TreeFeed(Listener):
 
     @property
     def _stores_have_pending_changes(self) -> bool:
-        return self._stores is not None and self._stores.has_pending_changes
+        return self._store_feed is not None and self._store_feed.has_pending_changes
 
     def follow(self, offload_index: OffloadIndex) -> None:
         """Also record changes of the stores, from `switch_on` on."""
-        self._stores = StoreFeed(offload_index.tiers, self._block_size, self._pool_block_size, self._identities)
-        offload_index.subscribe(self._stores)
+        self._store_feed = StoreFeed(offload_index.tiers, self._block_size, self._pool_block_size, self._identities)
+        offload_index.subscribe(self._store_feed)
 
     def switch_on(self, nodes: Callable[[], Iterable[Node]]) -> None:
         """Record changes from now on, and everything that is cached. Calling it again does nothing.
@@ -102,18 +102,18 @@ class TreeFeed(Listener):
         if not self._is_on and self.log.error is None:
             self._is_on = True
             self._nodes = nodes
-            if self._stores is not None:
-                self._stores.switch_on()
+            if self._store_feed is not None:
+                self._store_feed.switch_on()
             self._changes.extend((node, self._plain(node), node.parent, self._tail(node)) for node in nodes())
 
     def request_snapshot(self, answer: Future[Snapshot]) -> None:
-        """Request a snapshot, which `publish` returns when everything recorded is published."""
+        """Request a snapshot, which `publish` sets as the result of `answer` when everything recorded is published."""
         self._snapshot_requests.append(answer)
         if self.log.error is not None:
-            self.close(self.log.error)
+            self.close(self.log.error)  # sets the error on `answer`
 
     def publish(self) -> None:
-        """Publish the oldest recorded changes as one batch; the rest waits for the next call. Call it after each step.
+        """Publish the oldest recorded changes as one batch; later ones wait for the next call. Call it after each step.
 
         An exception, which would be a bug, is logged and ends the event log; requests continue.
         """
@@ -125,14 +125,15 @@ class TreeFeed(Listener):
                 self.close(InvariantViolation("events: they could not be published; the server's log has the cause"))
 
     def _publish(self) -> None:
-        events: tuple[Event, ...] = self._blocks.process(self._changes, self._max_step_blocks)
-        if self._stores is not None:
-            events = (*events, *self._stores.take(self._max_step_blocks))
+        events: tuple[Event, ...] = self._stored_blocks.process(self._changes, self._max_step_blocks)
+        if self._store_feed is not None:
+            events = (*events, *self._store_feed.take(self._max_step_blocks))
         if events:
             self.log.append(events)
         if self._snapshot is not None and self._age_of(self._snapshot) > _MAX_SNAPSHOT_AGE:
             self._snapshot = None
         if self._snapshot_requests and not self._changes and not self._stores_have_pending_changes:
+            # A reader of an earlier snapshot also needs all batches after it.
             if self._snapshot is None or self._snapshot.sequence_number + 1 < self.log.first:
                 self._snapshot = self._take_snapshot()
             requests, self._snapshot_requests = self._snapshot_requests, []
@@ -144,8 +145,8 @@ class TreeFeed(Listener):
         """Stop recording. Readers get `error`."""
         self._is_on = False
         self._changes.clear()
-        if self._stores is not None:
-            self._stores.close()
+        if self._store_feed is not None:
+            self._store_feed.close()
         self.log.close(error)
         requests, self._snapshot_requests = self._snapshot_requests, []
         for answer in requests:
@@ -200,24 +201,25 @@ class TreeFeed(Listener):
         """
         runs = []
         for node in self._nodes():
-            before, hashes, num_shared = self._blocks.run_of(node)
+            before, hashes, num_shared = self._stored_blocks.run_of(node)
             root, cache_salt = self._identities.of(node.owner.namespace)
             tail = b"" if self._is_aligned else self._tail(node)
             runs.append(StoredRun(root, cache_salt, before, hashes, num_shared, tail, node.tokens))
-        known = [] if self._stores is None else self._stores.known()
-        return Snapshot(self.log.last, runs, self._block_size, known)
+        tracked_blocks = [] if self._store_feed is None else self._store_feed.tracked_blocks()
+        return Snapshot(self.log.last, runs, self._block_size, tracked_blocks)
 
     def _plain(self, node: Node) -> bytes:
         """Return a node's tokens up to the first one that an invoked adapter computed."""
         return node.tokens[: self._marks.num_plain(node.tokens) * TOKEN_BYTES]
 
     def _tail(self, node: Node) -> bytes:
-        """Return the tokens before a node in the event block in which it begins. Complexity: O(depth)."""
+        """Return those tokens of the event block in which a node begins that precede the node. Complexity: O(depth)."""
         if self._is_aligned:
             return b""
-        size = sum(len(above.tokens) for above in path_to(node.parent)) % (self._block_size * TOKEN_BYTES)
+        start_bytes = sum(len(above.tokens) for above in path_to(node.parent))
+        tail_bytes = start_bytes % (self._block_size * TOKEN_BYTES)
         tail, above = b"", node.parent
-        while len(tail) < size and above is not None:
-            tail = above.tokens[-(size - len(tail)) :] + tail
+        while len(tail) < tail_bytes and above is not None:
+            tail = above.tokens[-(tail_bytes - len(tail)) :] + tail
             above = above.parent
         return tail

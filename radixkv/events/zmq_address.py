@@ -43,23 +43,24 @@ class ZmqAddress:
         Raises:
             ConfigError: `endpoint` is not an address; the message names the key.
         """
-        scheme, _, rest = endpoint.partition("://")
+        scheme, _, location = endpoint.partition("://")
         try:
-            if scheme == "ipc" and rest:
-                return cls(key, endpoint, socket.AF_UNIX, "\0" + rest[1:] if rest.startswith("@") else rest, True)
-            host, _, port = rest.rpartition(":")
+            if scheme == "ipc" and location:
+                is_abstract = location.startswith("@")  # a name in Linux's abstract namespace instead of a path
+                path = "\0" + location[1:] if is_abstract else location
+                return cls(key, endpoint, socket.AF_UNIX, path, is_local=True)
+            host, _, port = location.rpartition(":")
             if scheme != "tcp" or not host or not (port == "*" or (port.isascii() and port.isdigit())):
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            number = 0 if port == "*" else int(port)
-            if number > _MAX_PORT:
+            port_number = 0 if port == "*" else int(port)
+            if port_number > _MAX_PORT:
                 raise OSError(errno.EINVAL, f"a port is at most {_MAX_PORT}")
             host = _ANYWHERE if host == "*" else host.removeprefix("[").removesuffix("]")
-            resolved = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)
+            resolved = socket.getaddrinfo(host, port_number, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError, ValueError) as error:
             raise _unusable(key, endpoint, error) from error
-        family, _, _, _, socket_address = min(
-            resolved, key=lambda each: each[0] != socket.AF_INET
-        )  # IPv4 first, as in libzmq's clients
+        # An IPv4 address if there is one, as in libzmq's clients.
+        family, _, _, _, socket_address = min(resolved, key=lambda each: each[0] != socket.AF_INET)
         is_local = ipaddress.ip_address(str(socket_address[0]).partition("%")[0]).is_loopback
         return cls(key, endpoint, family, socket_address, is_local)
 
@@ -70,7 +71,7 @@ class ZmqAddress:
             A listening socket that does not block, and its endpoint with the port that was bound.
 
         Raises:
-            ConfigError: it can't be bound; the message names the key.
+            ConfigError: the address can't be bound; the message names the key.
         """
         listener = socket.socket(self.family, socket.SOCK_STREAM)
         try:

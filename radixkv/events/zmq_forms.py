@@ -18,7 +18,7 @@ import numpy as np
 from radixkv.api.events import AllCleared, BlocksStored, Event, EventBatch
 
 _MEDIUM = "GPU"  # vLLM's name for the pool that attention reads, on any device
-_RANK = 0
+_RANK = 0  # of data parallelism
 
 
 def array_payload(batch: EventBatch) -> bytes:

@@ -12,7 +12,8 @@ from radixkv.events.zmtp import Security, ZmtpConnection, ZmtpError
 
 MAX_PEERS = 256
 
-# Units of work per turn. A unit is a message, a frame, or one call of the socket, and takes about 10 us.
+# Limits of one turn: units of work, and accepted connections. A unit is a message, a frame, or one call of the socket,
+# and takes about 10 us.
 _MAX_UNITS = 64
 _MAX_ACCEPTED = 8
 
@@ -69,7 +70,7 @@ class ZmqPort:
                 connection, _ = self._listener.accept()
             except OSError:  # no connection waits, or there are too many open files
                 return
-            if len(self._peers) >= MAX_PEERS and not self._end_unfinished():
+            if len(self._peers) >= MAX_PEERS and not self._close_oldest_unfinished():
                 connection.close()
                 continue
             protocol = ZmtpConnection(self._make_security())
@@ -83,26 +84,26 @@ class ZmqPort:
 
     def serve(self, now_s: float) -> bool:
         """Do the work of one turn. Return whether more work may be left."""
-        num_left, num_idle = _MAX_UNITS, 0
-        while num_left and num_idle < len(self._peers):
+        num_units_left, num_idle_peers = _MAX_UNITS, 0
+        while num_units_left and num_idle_peers < len(self._peers):
             peer = self._peers[0]
             try:
                 has_worked = peer.work(now_s)
             except (ZmtpError, OSError) as error:
-                self._end(peer, error.reply if isinstance(error, ZmtpError) else b"")
-                num_left -= 1
+                self._close_peer(peer, error.reply if isinstance(error, ZmtpError) else b"")
+                num_units_left -= 1
                 continue
             self._peers.rotate(-1)
-            num_idle = 0 if has_worked else num_idle + 1
-            num_left -= has_worked
+            num_idle_peers = 0 if has_worked else num_idle_peers + 1
+            num_units_left -= has_worked
             if peer.waits_for != self._selector.get_key(peer).events:
                 self._selector.modify(peer, peer.waits_for, peer.note)
-        return num_left == 0
+        return num_units_left == 0
 
-    def end_late(self, now_s: float) -> None:
+    def close_late(self, now_s: float) -> None:
         """Close the connections of peers that take too long."""
         for peer in [peer for peer in self._peers if peer.is_late(now_s)]:
-            self._end(peer)
+            self._close_peer(peer)
 
     def close(self) -> None:
         """Close all connections, and release the address."""
@@ -110,16 +111,17 @@ class ZmqPort:
             self._peers.popleft().close()
         end_listening(self._listener)
 
-    def _end_unfinished(self) -> bool:
+    def _close_oldest_unfinished(self) -> bool:
+        """Close the oldest connection whose handshake has not finished. Returns whether there was one."""
         unfinished = min(
             (peer for peer in self._peers if not peer.is_open), key=lambda peer: peer.last_progress_s, default=None
         )
         if unfinished is None:
             return False
-        self._end(unfinished)
+        self._close_peer(unfinished)
         return True
 
-    def _end(self, peer: PeerConnection, reply: bytes = b"") -> None:
+    def _close_peer(self, peer: PeerConnection, reply: bytes = b"") -> None:
         self._peers.remove(peer)
         self._selector.unregister(peer)
         peer.close(reply)

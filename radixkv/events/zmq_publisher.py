@@ -26,7 +26,7 @@ from radixkv.events.zmtp import Null, Security
 # Minimum time between the beginnings of two turns of the thread. It bounds the units of work per second, so that the
 # thread takes at most a tenth of a core, whatever peers send.
 _TURN_S = 0.01
-_CHECK_PERIOD_S = 1.0  # between checks for connections that are late
+_CHECK_PERIOD_S = 1.0  # between checks for peers that take too long
 _FLUSH_S = 0.5  # for sending the last messages
 _JOIN_S = 3.0
 
@@ -55,10 +55,11 @@ class ZmqPublisher:
     def __init__(self, source: EventSource, config: EventsConfig) -> None:
         assert config.zmq_endpoint is not None
         batches = PublishedBatches(source.log, config.topic.encode(), PAYLOADS[config.form])
-        malformed, secured = MalformedRequests(), _security(config)
+        malformed_requests = MalformedRequests()
+        make_security = _security_factory(config)
         self._publisher = ZmqPort(
             ZmqAddress.of("zmq_endpoint", config.zmq_endpoint),
-            partial(secured, b"PUB", (b"SUB", b"XSUB")),
+            partial(make_security, b"PUB", (b"SUB", b"XSUB")),
             lambda: SubscriptionReader(batches),
         )
         self._ports = [self._publisher]
@@ -68,8 +69,8 @@ class ZmqPublisher:
             try:
                 router = ZmqPort(
                     ZmqAddress.of("replay_endpoint", config.replay_endpoint),
-                    partial(secured, b"ROUTER", (b"DEALER", b"REQ", b"ROUTER")),
-                    lambda: ReplayReader(batches, malformed.note),
+                    partial(make_security, b"ROUTER", (b"DEALER", b"REQ", b"ROUTER")),
+                    lambda: ReplayReader(batches, malformed_requests.note),
                 )
             except ConfigError:
                 self._publisher.close()
@@ -126,32 +127,37 @@ class ZmqPublisher:
     def _take_turns(self, selector: selectors.BaseSelector) -> None:
         has_more, next_check_s = False, 0.0
         while not self._is_stopping:
-            timeout_s = 0.0 if has_more else _CHECK_PERIOD_S if any(port.has_peers for port in self._ports) else None
-            has_more = self._turn(selector, timeout_s)
+            timeout_s = None
+            if has_more:
+                timeout_s = 0.0
+            elif any(port.has_peers for port in self._ports):
+                timeout_s = _CHECK_PERIOD_S
+            has_more = self._take_turn(selector, timeout_s)
             now_s = time.monotonic()
             if now_s >= next_check_s:
                 next_check_s = now_s + _CHECK_PERIOD_S
                 for port in self._ports:
-                    port.end_late(now_s)
+                    port.close_late(now_s)
             time.sleep(_TURN_S)
+
         end_s = time.monotonic() + _FLUSH_S
-        while self._turn(selector, 0.0) or self._publisher.has_unsent:
+        while self._take_turn(selector, 0.0) or self._publisher.has_unsent:
             if time.monotonic() > end_s:
                 return
             time.sleep(_TURN_S)
 
-    def _turn(self, selector: selectors.BaseSelector, timeout_s: float | None) -> bool:
+    def _take_turn(self, selector: selectors.BaseSelector, timeout_s: float | None) -> bool:
         """Wait for work, and do a bounded part of it. Return whether more work may be left."""
         for key, events in selector.select(timeout_s):
             key.data(events)
         now_s = time.monotonic()
         for port in self._ports:
             port.accept(now_s)
-        have_more = [port.serve(now_s) for port in self._ports]
+        have_more = [port.serve(now_s) for port in self._ports]  # a list, so that every port is served
         return any(have_more)
 
 
-def _security(config: EventsConfig) -> Callable[[bytes, tuple[bytes, ...]], Security]:
+def _security_factory(config: EventsConfig) -> Callable[[bytes, tuple[bytes, ...]], Security]:
     """Return a function that creates the security mechanism of a connection.
 
     Its arguments are the socket type of this end, and the socket types that may connect.

@@ -26,7 +26,7 @@ MORE, _LONG, COMMAND = 1, 2, 4
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _GREETING_BYTES = 64
 _MAJOR_VERSION = 3
-_MECHANISM_BYTES = 20
+_MECHANISM_START, _MECHANISM_BYTES = len(_SIGNATURE) + 2, 20  # in the greeting, after the version
 _SHORT_FRAME_BYTES = 255
 _TTL_BYTES, _MAX_CONTEXT_BYTES = 2, 16  # of PING
 
@@ -131,7 +131,7 @@ class ZmtpConnection:
                 self.replies += frame_head(COMMAND, len(answer)) + answer
             return True
         flags, body = self._security.open_frame(flags, body)
-        return self._command(body) if flags & COMMAND else self._frame(body, has_more=bool(flags & MORE))
+        return self._handle_command(body) if flags & COMMAND else self._add_frame(body, has_more=bool(flags & MORE))
 
     def encode(self, frames: Sequence[bytes]) -> list[bytes]:
         """Return a message as the bytes to send, in pieces. Frames are not copied unless they are encrypted."""
@@ -139,19 +139,23 @@ class ZmtpConnection:
 
     def _read_greeting(self) -> bool:
         greeting = bytes(self._buffer[:_GREETING_BYTES])
-        if greeting[:1] not in (b"", b"\xff") or (len(greeting) > 9 and not greeting[9] & 1):
+        signature = greeting[: len(_SIGNATURE)]
+        # The first byte, and a bit of the last one, distinguish the greeting from those of other protocols.
+        is_whole = len(signature) == len(_SIGNATURE)
+        if signature[:1] not in (b"", _SIGNATURE[:1]) or (is_whole and not signature[-1] & 1):
             raise ZmtpError("the greeting is not that of ZMTP")
         if len(greeting) > len(_SIGNATURE) and greeting[len(_SIGNATURE)] < _MAJOR_VERSION:
             raise ZmtpError("the peer uses a version of ZMTP before 3")
         if len(greeting) < _GREETING_BYTES:
             return False
-        if greeting[12:32].rstrip(b"\0") != self._security.name:
+        mechanism = greeting[_MECHANISM_START : _MECHANISM_START + _MECHANISM_BYTES]
+        if mechanism.rstrip(b"\0") != self._security.name:
             raise ZmtpError(f"the peer does not use the mechanism {self._security.name.decode()}")
         del self._buffer[:_GREETING_BYTES]
         self._has_greeting = True
-        first = self._security.begin()
-        if first:
-            self.replies += frame_head(COMMAND, len(first)) + first
+        command = self._security.begin()
+        if command:
+            self.replies += frame_head(COMMAND, len(command)) + command
         return True
 
     def _take_frame(self) -> tuple[int, bytes] | None:
@@ -162,19 +166,20 @@ class ZmtpConnection:
         flags = buffer[0]
         if flags & ~(MORE | _LONG | COMMAND):
             raise ZmtpError("a frame has unknown flags")
-        start = 9 if flags & _LONG else 2
-        if len(buffer) < start:
+        head_bytes = 9 if flags & _LONG else 2
+        if len(buffer) < head_bytes:
             return None
-        size = int.from_bytes(buffer[1:start], "big")
+        size = int.from_bytes(buffer[1:head_bytes], "big")
         if size > MAX_FRAME_BYTES:
             raise ZmtpError(f"a frame has more than {MAX_FRAME_BYTES} bytes")
-        if len(buffer) < start + size:
+        end = head_bytes + size
+        if len(buffer) < end:
             return None
-        body = bytes(buffer[start : start + size])
-        del buffer[: start + size]
+        body = bytes(buffer[head_bytes:end])
+        del buffer[:end]
         return flags, body
 
-    def _frame(self, body: bytes, *, has_more: bool) -> list[bytes] | bool:
+    def _add_frame(self, body: bytes, *, has_more: bool) -> list[bytes] | bool:
         self._frames.append(body)
         if has_more:
             if len(self._frames) == MAX_FRAMES:
@@ -183,7 +188,7 @@ class ZmtpConnection:
         message, self._frames = self._frames, []
         return message
 
-    def _command(self, body: bytes) -> list[bytes] | bool:
+    def _handle_command(self, body: bytes) -> list[bytes] | bool:
         """Read a command of ZMTP 3.1. Subscriptions become messages, as they are in 3.0."""
         name, data = split_command(body)
         if name == b"SUBSCRIBE":
@@ -282,7 +287,7 @@ def require_peer_type(data: bytes, peer_types: Collection[bytes]) -> None:
         ZmtpError: the properties are not well-formed, or a socket of this type can't connect to this one.
     """
     while data:
-        name, data = split_command(data)
+        name, data = split_command(data)  # a property begins like a command
         end = 4 + int.from_bytes(data[:4], "big")
         if not 4 <= end <= len(data):
             raise ZmtpError("a property is longer than the command")

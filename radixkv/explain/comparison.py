@@ -13,7 +13,7 @@ from radixkv.explain.realignment import Realignment, Tokens
 from radixkv.invocation import MAX_INVOKED_VOCAB
 
 NUM_CONTEXT_TOKENS = 32
-"""Tokens that are decoded on both sides of the differing spans, to recognize what they are a part of."""
+"""Equal tokens before and after a differing span that are decoded with it, to show what the span is a part of."""
 
 # Longer spans, and longer texts around a differing span, are not examined as text; only their tokens are compared.
 _MAX_DECODED_TOKENS = 4096
@@ -74,7 +74,7 @@ def compare(
         place: where they are equal again, as `realign` or `end_of_reordering` returns it.
         is_first: whether the difference is at the beginning of the prompt.
         decoder: decodes tokens at the difference; None without a tokenizer.
-        vocab_size: number of token ids of the model; greater ids carry the mark of an invoked adapter.
+        vocab_size: number of token ids of the model; ids that are not below it carry the mark of an invoked adapter.
     """
     texts = None if decoder is None else _text_pair(decoder, prompt, branch, place, vocab_size)
     return Comparison(kind_of(prompt, branch, place, is_first=is_first, texts=texts), place, texts)
@@ -87,17 +87,17 @@ def _text_pair(
     prompt_span, branch_span = (0, 0) if place is None else (place.prompt_span, place.branch_span)
     if max(prompt_span, branch_span) > _MAX_DECODED_TOKENS:
         return None
-    sides = [
+    side_texts = [
         decoder.decode_with_context(plain_ids(tokens[: span + NUM_CONTEXT_TOKENS], vocab_size))
         for tokens, span in ((prompt, prompt_span), (branch, branch_span))
     ]
-    if max(map(len, sides)) > _MAX_TEXT_CHARS:
+    if max(map(len, side_texts)) > _MAX_TEXT_CHARS:
         return None
-    return TextPair.of(*sides, has_same_end=place is not None)
+    return TextPair.of(*side_texts, has_same_end=place is not None)
 
 
 def plain_ids(tokens: Tokens, vocab_size: int) -> list[int]:
     """Return token ids without the marks of invoked adapters, which make ids greater than the vocabulary."""
     if tokens.size and int(tokens.max()) >= vocab_size:
-        tokens = tokens & np.uint32(MAX_INVOKED_VOCAB - 1)
+        tokens = tokens & np.uint32(MAX_INVOKED_VOCAB - 1)  # a mark is in the upper bits
     return [int(each) for each in tokens]

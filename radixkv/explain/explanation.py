@@ -20,8 +20,8 @@ from radixkv.explain.kinds import end_of_reordering
 from radixkv.explain.realignment import MAX_SPAN_TOKENS, Realignment, Tokens, realign
 from radixkv.tokens import TOKEN_BYTES
 
-NUM_SHOWN_TOKENS = 16
-NUM_SHOWN_BEFORE = 8
+NUM_SHOWN_TOKENS = 16  # of each side, from the difference on
+NUM_SHOWN_BEFORE = 8  # tokens before the difference
 _MAX_COMPARED_TOKENS = 262_144  # of each branch
 
 
@@ -41,7 +41,7 @@ def explain(
         look_up: the cached prefix of the prompt, and the branches from which it diverges.
         segments: parts of the prompt that the caller has named; see `require_segments`.
         decode: returns the text of token ids; None without a tokenizer: then only token ids are compared.
-        vocab_size: number of token ids of the model; greater ids carry the mark of an invoked adapter.
+        vocab_size: number of token ids of the model; ids that are not below it carry the mark of an invoked adapter.
 
     Complexity: that of `realign` for each of at most four branches.
     """
@@ -65,19 +65,19 @@ def _difference(look_up: LookUp, decode: Decode | None, vocab_size: int) -> Diff
     left_at = look_up.divergence.left_at
     tokens = np.frombuffer(look_up.tokens, "<u4")
     prompt = tokens[left_at:]
-    branch, place, idle_s = _closest(prompt, look_up.divergence.branches)
-    before = plain_ids(tokens[max(0, left_at - NUM_CONTEXT_TOKENS) : left_at], vocab_size)
-    decoder = None if decode is None else Decoder(decode, before)
+    branch, place, idle_s = _closest_branch(prompt, look_up.divergence.branches)
+    context_ids = plain_ids(tokens[max(0, left_at - NUM_CONTEXT_TOKENS) : left_at], vocab_size)
+    decoder = None if decode is None else Decoder(decode, context_ids)
     if place is not None:
         place = end_of_reordering(prompt, branch, place, None if decoder is None else decoder.decode_with_context)
-    kind, _, _ = compare(prompt, branch, place, is_first=left_at == 0, decoder=decoder, vocab_size=vocab_size)
+    comparison = compare(prompt, branch, place, is_first=left_at == 0, decoder=decoder, vocab_size=vocab_size)
     lost_tokens = 0 if place is None else place.equal_tokens
     prompt_span, branch_span = (None, None) if place is None else (place.prompt_span, place.branch_span)
-    shown_before = before[-NUM_SHOWN_BEFORE:]
+    before_ids = context_ids[-NUM_SHOWN_BEFORE:]
     return Difference(
-        kind=kind,
-        before_ids=tuple(shown_before),
-        before_text="" if decode is None else decode(shown_before),
+        kind=comparison.kind,
+        before_ids=tuple(before_ids),
+        before_text="" if decode is None else decode(before_ids),
         prompt=_excerpt(prompt, prompt_span, decoder, vocab_size),
         branch=_excerpt(branch, branch_span, decoder, vocab_size),
         prompt_span_tokens=prompt_span,
@@ -88,15 +88,17 @@ def _difference(look_up: LookUp, decode: Decode | None, vocab_size: int) -> Diff
     )
 
 
-def _closest(prompt: Tokens, branches: Sequence[CachedBranch]) -> tuple[Tokens, Realignment | None, float]:
+def _closest_branch(prompt: Tokens, branches: Sequence[CachedBranch]) -> tuple[Tokens, Realignment | None, float]:
     """Return the tokens of the branch that resembles the prompt most, where both are equal again, and its idle time."""
     best: tuple[Tokens, Realignment | None, float] | None = None
-    for each in branches:
-        tokens = np.frombuffer(each.tokens(min(_MAX_COMPARED_TOKENS, prompt.size + MAX_SPAN_TOKENS)), "<u4")
+    max_equal_tokens = 0
+    for branch in branches:
+        tokens = np.frombuffer(branch.tokens(min(_MAX_COMPARED_TOKENS, prompt.size + MAX_SPAN_TOKENS)), "<u4")
         place = realign(prompt, tokens)
-        num_equal = -1 if best is None or best[1] is None else best[1].equal_tokens
-        if best is None or (place is not None and place.equal_tokens > num_equal):
-            best = tokens, place, each.idle_s
+        equal_tokens = 0 if place is None else place.equal_tokens
+        if best is None or equal_tokens > max_equal_tokens:
+            best = tokens, place, branch.idle_s
+            max_equal_tokens = equal_tokens
     assert best is not None, "there is at least one branch"
     return best
 

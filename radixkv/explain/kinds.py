@@ -21,6 +21,7 @@ _MAX_MOVED_TOKENS = 16_384  # tokens of each side that are searched for moved pa
 _MAX_SHIFT_TOKENS = 16  # maximum difference in length if the same text is tokenized differently
 _MAX_ENDS = 64  # examined ends of spans in another order
 _REPLACED_FACTOR = 4  # a span is short if at least this many times its length is equal after it
+_MIN_SEARCHED_TOKENS = 5  # shorter spans may occur on the other side by chance
 _MAX_READ_TOKENS = 4096  # tokens of each side whose words are compared
 _MAX_RESPLIT_SHARE = 0.06  # maximum share of the tokens of both spans that only one span has
 _MIN_INSERTED_TOKENS = 16  # spans at least this long may have other tokens for the same text at their edges
@@ -49,9 +50,10 @@ DATES = (
 )
 TIMES = (r"\d\d?:\d\d(?::\d\d(?:[.,]\d+)?)?", r"(?<=T)\d{6}(?:\.\d+)?", r"\d\d? ?[AaPp]\.?[Mm]\b")
 _UNIX_TIME = r"(?<![\w.])1[5-9]\d{8}(?:\d{3})?(?:\.\d+)?(?!\w)"
-_STRONG = "|".join((*DATES, *TIMES))
+# A date or a time, which may be a part of a date with a time.
+_DATE_PART = "|".join((*DATES, *TIMES))
 _DATE_OR_TIME = re.compile(
-    rf"(?<![\w.])(?:{_WEEKDAY},? )?(?:{_STRONG})(?:(?:[T,]? ?(?:at )?(?:{_STRONG}))|(?: ?{_ZONE}))*"
+    rf"(?<![\w.])(?:{_WEEKDAY},? )?(?:{_DATE_PART})(?:(?:[T,]? ?(?:at )?(?:{_DATE_PART}))|(?: ?{_ZONE}))*"
     rf"(?:,? \d{{4}})?(?:,? \(?{_WEEKDAY}\)?)?|{_UNIX_TIME}|{_WEEKDAY}"
 )
 _UUID = re.compile(r"[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}")
@@ -60,9 +62,11 @@ _ANY_WORD = re.compile(r"\w+")
 HEX = re.compile(r"[0-9a-f]+|[0-9A-F]+")
 _NUMBERED = re.compile(r"([A-Za-z]*)(\d+)([A-Za-z]*)")
 _SHORT_HEX = re.compile(r"[a-f]\d\d+")
-_MIN_HEX = 3  # such as the build suffix in the first line of the system prompts of a coding agent
-_MIN_ID = 8  # characters of an id, unless both sides have equally many hexadecimal digits
-_MIN_ID_CHARS = 5  # different ones
+# Minimum length of an id: of one in hexadecimal digits if both sides have equally many, such as the build suffix in the
+# first line of the system prompts of a coding agent, and of any other id.
+_MIN_HEX_DIGITS = 3
+_MIN_ID_CHARS = 8
+_MIN_DISTINCT_ID_CHARS = 5  # of an id of letters and digits
 
 
 class TextPair(NamedTuple):
@@ -100,7 +104,8 @@ class TextPair(NamedTuple):
     def words(self) -> tuple[list[str], list[str]]:
         """Return the words, of ASCII letters and digits, that differ in the prompt and in the branch.
 
-        If only one side has a span, there are none, unless it is a part of a word, such as a digit of a number.
+        If one side has an empty range, both lists are empty, unless the range of the other side is a part of a word,
+        such as a digit of a number.
         """
         sides = self.sides()
         if any(start == end for _, start, end in sides) and not any(_is_in_word(*side) for side in sides):
@@ -113,8 +118,8 @@ def kind_of(
 ) -> DifferenceKind:
     """Return what kind of span differs.
 
-    Without text, only the kinds that tokens show are returned: FIRST_TOKEN, INSERTED, REMOVED, REORDERED, REPLACED and
-    UNCLASSIFIED.
+    Without text, only the kinds that tokens alone show are returned: FIRST_TOKEN, INSERTED, REMOVED, REORDERED,
+    REPLACED and UNCLASSIFIED.
 
     Args:
         prompt, branch: tokens from the difference on, uint32.
@@ -122,7 +127,7 @@ def kind_of(
         is_first: whether the difference is at the beginning of the prompt.
         texts: the text around the differing spans; None without a tokenizer, or if the spans are too long.
     """
-    if is_first and place is not None and max(place[:2]) == 1 and _is_without_text(texts):
+    if is_first and place is not None and max(place.prompt_span, place.branch_span) == 1 and _is_without_text(texts):
         return DifferenceKind.FIRST_TOKEN
     if texts is not None:
         kind = _kind_of_text(texts, place)
@@ -174,9 +179,11 @@ def _kind_of_text(texts: TextPair, place: Realignment | None) -> DifferenceKind 
 def _is_retokenized(texts: TextPair, place: Realignment | None) -> bool:
     """Whether the texts are equal although their tokens differ."""
     if place is not None:
-        is_same = texts.prompt_end <= texts.start and texts.branch_end <= texts.start
-        return is_same and place.prompt_span > 0 and place.branch_span > 0
-    num_chars = min(len(texts.prompt), len(texts.branch))  # the same number of tokens was decoded
+        has_same_text = texts.prompt_end <= texts.start and texts.branch_end <= texts.start
+        return has_same_text and place.prompt_span > 0 and place.branch_span > 0
+    # The same number of tokens was decoded on both sides. The texts count as equal if the shorter one is a prefix of
+    # the longer one, apart from its last character, which may be incomplete.
+    num_chars = min(len(texts.prompt), len(texts.branch))
     return num_chars >= _MIN_RETOKENIZED_CHARS and texts.start >= num_chars - 1
 
 
@@ -217,26 +224,28 @@ def date_around(text: str, start: int, end: int) -> str:
 
 def _are_numbers(first: str, second: str) -> bool:
     """Whether two words are numbers, perhaps with the same letters before or after them."""
-    one, other = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(second)
+    first_match, second_match = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(second)
     if _SHORT_HEX.fullmatch(first) and len(first) == len(second) and sum(map(str.__ne__, first, second)) > 1:
         return False  # such as the hexadecimal ids d87 and d68
-    return one is not None and other is not None and (one[1], one[3]) == (other[1], other[3])
+    if first_match is None or second_match is None:
+        return False
+    return (first_match[1], first_match[3]) == (second_match[1], second_match[3])
 
 
 def _are_ids(first: str, second: str) -> bool:
     """Whether two words look random: hexadecimal digits, or letters and digits in turn."""
-    has_both = any(word.isalnum() and not word.isdigit() and not word.isalpha() for word in (first, second))
-    if not has_both:
+    is_any_mixed = any(word.isalnum() and not word.isdigit() and not word.isalpha() for word in (first, second))
+    if not is_any_mixed:
         return False
     if HEX.fullmatch(first) and HEX.fullmatch(second):
-        return len(first) == len(second) >= _MIN_HEX or min(len(first), len(second)) >= _MIN_ID
-    return min(len(first), len(second)) >= _MIN_ID and (_is_mixed(first) or _is_mixed(second))
+        return len(first) == len(second) >= _MIN_HEX_DIGITS or min(len(first), len(second)) >= _MIN_ID_CHARS
+    return min(len(first), len(second)) >= _MIN_ID_CHARS and (_looks_random(first) or _looks_random(second))
 
 
-def _is_mixed(word: str) -> bool:
+def _looks_random(word: str) -> bool:
     """Whether a word of several different characters changes at least twice between letters and digits."""
-    num_changes = sum(one.isdigit() != other.isdigit() for one, other in pairwise(word))
-    return num_changes >= 2 and len(set(word)) >= _MIN_ID_CHARS
+    num_changes = sum(first.isdigit() != second.isdigit() for first, second in pairwise(word))
+    return num_changes >= 2 and len(set(word)) >= _MIN_DISTINCT_ID_CHARS
 
 
 def _is_permutation(texts: TextPair) -> bool:
@@ -266,18 +275,13 @@ def end_of_permutation(prompt: Tokens, branch: Tokens, place: Realignment) -> Re
     another difference later. After all moved parts, both sides have the same length again.
     """
     length = min(prompt.size, branch.size)
-    is_equal = prompt[:length] == branch[:length]
-    if length < MIN_EQUAL_TOKENS:
+    starts = _run_starts(prompt[:length] == branch[:length])
+    if not starts:
         return place
-    sums = np.concatenate(([0], np.cumsum(is_equal)))
-    starts = np.flatnonzero(sums[MIN_EQUAL_TOKENS:] - sums[:-MIN_EQUAL_TOKENS] == MIN_EQUAL_TOKENS)
-    if not starts.size:
-        return place
-    span = int(starts[0])
+    span = starts[0]
     if not has_same_tokens(prompt[:span], branch[:span]):
         return place
-    after = is_equal[span:]
-    return Realignment(span, span, after.size if after.all() else int((~after).argmax()))
+    return Realignment(span, span, num_equal_tokens(prompt[span:], branch[span:]))
 
 
 def end_of_reordering(
@@ -300,30 +304,40 @@ def end_of_reordering(
             even if they are split into other tokens. None without a tokenizer.
     """
     permutation = end_of_permutation(prompt, branch, place)
-    is_skipped = place.prompt_span != place.branch_span
-    if (not is_skipped and permutation == place) or _is_replaced(prompt, branch, place):
+    has_unequal_spans = place.prompt_span != place.branch_span
+    if (not has_unequal_spans and permutation == place) or _is_replaced(prompt, branch, place):
         return place
     ends = _ends_of_reordering(prompt, branch)
     if permutation != place:
         prompt_span, branch_span, _ = permutation
-        ends.append((_num_unshared(prompt[:prompt_span], branch[:branch_span]), prompt_span, branch_span))
+        num_unshared = _num_unshared(prompt[:prompt_span], branch[:branch_span])
+        ends.append(_ReorderingEnd(num_unshared, prompt_span, branch_span))
     if not ends:
         return place
-    num_unshared, one, other = min(ends)
-    while (num_equal := num_equal_tokens(prompt[one:], branch[other:])) <= one:  # perhaps equal by chance
-        later = [each for each in ends if each[1] > one and each[0] * one < num_unshared * each[1]]
-        if not later:
+
+    # If fewer tokens are equal after an end than are before it, they may be equal by chance. Then a later end is better
+    # if a smaller share of the tokens before it is unshared.
+    end = min(ends)
+    while (num_equal := num_equal_tokens(prompt[end.prompt_end :], branch[end.branch_end :])) <= end.prompt_end:
+        later_ends = [
+            each for each in ends if each.prompt_end > end.prompt_end and each.unshared_share < end.unshared_share
+        ]
+        if not later_ends:
             break
-        num_unshared, one, other = min(later, key=lambda each: each[0] / each[1])
-    best = Realignment(one, other, num_equal)
+        end = min(later_ends, key=lambda each: each.unshared_share)
+    best = Realignment(end.prompt_end, end.branch_end, num_equal)
+
+    # The reordering explains the differences if only few of the differing tokens are unshared.
     num_different = _num_different(prompt, branch, place, best)
-    if not is_skipped or num_unshared <= num_different // 8 + min(num_different // 4, _GRAM_TOKENS):
+    if not has_unequal_spans or end.num_unshared <= num_different // 8 + min(num_different // 4, _GRAM_TOKENS):
         return best
-    if text_of is None or num_unshared > num_different or max(one, other) > _MAX_READ_TOKENS:
+    is_too_long = max(end.prompt_end, end.branch_end) > _MAX_READ_TOKENS
+    if text_of is None or end.num_unshared > num_different or is_too_long:
         return place
-    sides = prompt[: one + _GRAM_TOKENS], branch[: other + _GRAM_TOKENS]
-    words, other_words = (_ANY_WORD.findall(text_of(each.tolist())) for each in sides)
-    return best if words != other_words and sorted(words) == sorted(other_words) else place
+    prompt_words = _ANY_WORD.findall(text_of(prompt[: end.prompt_end + _GRAM_TOKENS].tolist()))
+    branch_words = _ANY_WORD.findall(text_of(branch[: end.branch_end + _GRAM_TOKENS].tolist()))
+    is_permuted = prompt_words != branch_words and sorted(prompt_words) == sorted(branch_words)
+    return best if is_permuted else place
 
 
 def _is_replaced(prompt: Tokens, branch: Tokens, place: Realignment) -> bool:
@@ -331,46 +345,70 @@ def _is_replaced(prompt: Tokens, branch: Tokens, place: Realignment) -> bool:
     prompt_span, branch_span, num_equal = place
     if not min(prompt_span, branch_span) or num_equal < _REPLACED_FACTOR * max(prompt_span, branch_span):
         return False
-    sides = ((prompt, prompt_span, branch), (branch, branch_span, prompt))
-    return not any(_occurs_in(own[1 : span - 1], other[:_MAX_MOVED_TOKENS]) for own, span, other in sides if span > 4)
+    # A span that occurs on the other side was moved. Its first and last token may be split differently there.
+    for own_side, span, other_side in ((prompt, prompt_span, branch), (branch, branch_span, prompt)):
+        if span >= _MIN_SEARCHED_TOKENS and _occurs_in(own_side[1 : span - 1], other_side[:_MAX_MOVED_TOKENS]):
+            return False
+    return True
 
 
 def _occurs_in(passage: Tokens, tokens: Tokens) -> bool:
     """Whether a passage occurs in a run of tokens."""
-    data, needle, position = tokens.tobytes(), passage.tobytes(), -1
-    while (position := data.find(needle, position + 1)) >= 0:
+    haystack, needle, position = tokens.tobytes(), passage.tobytes(), -1
+    while (position := haystack.find(needle, position + 1)) >= 0:
         if position % tokens.itemsize == 0:
             return True
     return False
 
 
-def _ends_of_reordering(prompt: Tokens, branch: Tokens) -> list[tuple[int, int, int]]:
-    """Return the ends of spans that have almost the same tokens: how many only one side has, and both positions."""
+class _ReorderingEnd(NamedTuple):
+    """The end of a span of the prompt and a span of the branch that have almost the same tokens.
+
+    Attributes:
+        num_unshared: tokens that only one of both spans has.
+        prompt_end, branch_end: lengths of the spans in tokens.
+    """
+
+    num_unshared: int
+    prompt_end: int
+    branch_end: int
+
+    @property
+    def unshared_share(self) -> float:
+        """Unshared tokens per token of the prompt's span."""
+        return self.num_unshared / self.prompt_end
+
+
+def _ends_of_reordering(prompt: Tokens, branch: Tokens) -> list[_ReorderingEnd]:
+    """Return the ends of spans that have almost the same tokens, for runs of equal tokens that begin there."""
     ends = []
-    num_left = _MAX_ENDS
+    num_more_ends = _MAX_ENDS
     for shift in sorted(range(-_MAX_SHIFT_TOKENS, _MAX_SHIFT_TOKENS + 1), key=abs):
-        ours, theirs = max(0, -shift), max(0, shift)
-        length = min(prompt.size - ours, branch.size - theirs, _MAX_MOVED_TOKENS)
-        starts = _runs(prompt[ours : ours + length] == branch[theirs : theirs + length])
-        for start in [each for each in starts if each >= _MIN_REORDERED_TOKENS][:num_left]:
-            one, other = ours + start, theirs + start
-            num_left -= 1
-            num_unshared = _num_unshared(prompt[:one], branch[:other])
-            if num_unshared <= _MAX_RESPLIT_SHARE * (one + other):
-                ends.append((num_unshared, one, other))
+        prompt_offset, branch_offset = max(0, -shift), max(0, shift)
+        length = min(prompt.size - prompt_offset, branch.size - branch_offset, _MAX_MOVED_TOKENS)
+        is_equal = prompt[prompt_offset : prompt_offset + length] == branch[branch_offset : branch_offset + length]
+        starts = [start for start in _run_starts(is_equal) if start >= _MIN_REORDERED_TOKENS]
+        for start in starts[:num_more_ends]:
+            prompt_end, branch_end = prompt_offset + start, branch_offset + start
+            num_more_ends -= 1
+            num_unshared = _num_unshared(prompt[:prompt_end], branch[:branch_end])
+            if num_unshared <= _MAX_RESPLIT_SHARE * (prompt_end + branch_end):
+                ends.append(_ReorderingEnd(num_unshared, prompt_end, branch_end))
     return ends
 
 
 def _num_different(prompt: Tokens, branch: Tokens, place: Realignment, end: Realignment) -> int:
     """Return how many tokens are in differing spans up to an end; the longer side of each span counts."""
-    num_different, one, other = max(place[:2]), sum(place[::2]), place.branch_span + place.equal_tokens
+    num_different = max(place.prompt_span, place.branch_span)
+    prompt_position = place.prompt_span + place.equal_tokens
+    branch_position = place.branch_span + place.equal_tokens
     for _ in range(_MAX_ENDS):
-        following = realign(prompt[one : end.prompt_span], branch[other : end.branch_span])
+        following = realign(prompt[prompt_position : end.prompt_span], branch[branch_position : end.branch_span])
         if following is None:
-            return num_different + max(0, end.prompt_span - one, end.branch_span - other)
-        num_different += max(following[:2])
-        one += following.prompt_span + following.equal_tokens
-        other += following.branch_span + following.equal_tokens
+            return num_different + max(0, end.prompt_span - prompt_position, end.branch_span - branch_position)
+        num_different += max(following.prompt_span, following.branch_span)
+        prompt_position += following.prompt_span + following.equal_tokens
+        branch_position += following.branch_span + following.equal_tokens
     return num_different
 
 
@@ -379,7 +417,7 @@ def _num_unshared(first: Tokens, second: Tokens) -> int:
     return first.size + second.size - 2 * _num_common(first, second)
 
 
-def _runs(is_equal: npt.NDArray[np.bool_]) -> list[int]:
+def _run_starts(is_equal: npt.NDArray[np.bool_]) -> list[int]:
     """Return where runs of at least `MIN_EQUAL_TOKENS` equal tokens begin."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], is_equal, [False]))))
     starts, ends = edges[::2], edges[1::2]
@@ -396,19 +434,19 @@ def has_same_tokens(first: Tokens, second: Tokens) -> bool:
 
 
 def _num_common(first: Tokens, second: Tokens) -> int:
-    """Return the size of the multiset intersection of both sides. numpy sorts the tokens without the GIL."""
+    """Return the size of the multiset intersection of both sides. NumPy sorts the tokens without the GIL."""
     ids, counts = np.unique(first, return_counts=True)
     other_ids, other_counts = np.unique(second, return_counts=True)
     _, at, other_at = np.intersect1d(ids, other_ids, assume_unique=True, return_indices=True)
     return int(np.minimum(counts[at], other_counts[other_at]).sum())
 
 
-def _is_moved(span: Tokens, own: Tokens, other: Tokens) -> bool:
+def _is_moved(span: Tokens, own_side: Tokens, other_side: Tokens) -> bool:
     """Whether most of a span is found on the other side, as often as on its own side."""
     if span.size < 2 * _GRAM_TOKENS:
         return False
     grams = np.unique(window_hashes(span[:_MAX_MOVED_TOKENS], _GRAM_TOKENS))
-    own_counts, other_counts = (_gram_counts(grams, side[:_MAX_MOVED_TOKENS]) for side in (own, other))
+    own_counts, other_counts = (_gram_counts(grams, side[:_MAX_MOVED_TOKENS]) for side in (own_side, other_side))
     return int((other_counts >= own_counts).sum()) >= _MOVED_SHARE * grams.size
 
 

@@ -10,7 +10,7 @@ from radixkv.explain.kinds import DATES, HEX, TIMES, TextPair, are_uuids, date_a
 
 _DATE = re.compile("|".join(DATES))
 _TIME = re.compile("|".join(TIMES))
-_KEY = re.compile(r"[\"'][\w$-]+[\"']\s*:")
+_JSON_KEY = re.compile(r"[\"'][\w$-]+[\"']\s*:")
 
 
 def pattern_of(kind: DifferenceKind, texts: TextPair | None) -> str:
@@ -34,16 +34,17 @@ def pattern_of(kind: DifferenceKind, texts: TextPair | None) -> str:
         return "a UUID" if are_uuids(texts) else _id_pattern(texts)
     if kind is DifferenceKind.DATE_OR_TIME:
         return _date_pattern(texts)
-    if kind is DifferenceKind.REORDERED and _KEY.search(texts.prompt, texts.start, texts.prompt_end):
+    if kind is DifferenceKind.REORDERED and _JSON_KEY.search(texts.prompt, texts.start, texts.prompt_end):
         return "keys of JSON objects"
     return ""
 
 
 def _id_pattern(texts: TextPair) -> str:
     pairs = zip_longest(*texts.words(), fillvalue="")
-    one, other = next(((one, other) for one, other in pairs if one != other), ("", ""))
-    what = "hexadecimal digits" if HEX.fullmatch(one) and HEX.fullmatch(other) else "letters and digits"
-    return f"{len(one)} {what}" if len(one) == len(other) else what
+    prompt_id, branch_id = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+    is_hex = HEX.fullmatch(prompt_id) and HEX.fullmatch(branch_id)
+    characters = "hexadecimal digits" if is_hex else "letters and digits"
+    return f"{len(prompt_id)} {characters}" if len(prompt_id) == len(branch_id) else characters
 
 
 def _date_pattern(texts: TextPair) -> str:
@@ -51,4 +52,8 @@ def _date_pattern(texts: TextPair) -> str:
     has_date, has_time = bool(_DATE.search(text)), bool(_TIME.search(text))
     if has_date and has_time:
         return "a date and a time"
-    return "a time" if has_time else "a date" if has_date else "a Unix time" if text[:1].isdigit() else "a weekday"
+    if has_time:
+        return "a time"
+    if has_date:
+        return "a date"
+    return "a Unix time" if text[:1].isdigit() else "a weekday"

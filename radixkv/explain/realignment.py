@@ -11,9 +11,9 @@ Tokens = npt.NDArray[np.uint32]
 
 MIN_EQUAL_TOKENS = 32
 MAX_SPAN_TOKENS = 65_536
-_NEAR_TOKENS = 2048  # the first tokens are searched first, since most spans are short
-_MAX_RUNS = 64
-_FACTOR = 0x9E3779B97F4A7C15
+_NEAR_TOKENS = 2048  # of either side; they are searched before all others, since most spans are short
+_MAX_RUNS = 64  # of equal tokens that are compared
+_HASH_FACTOR = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio
 
 
 class Realignment(NamedTuple):
@@ -54,14 +54,23 @@ def realign(prompt: Tokens, branch: Tokens) -> Realignment | None:
         >>> realign(np.append(np.uint32([1, 2]), tail), np.append(np.uint32([3]), tail))
         Realignment(prompt_span=2, branch_span=1, equal_tokens=40)
     """
-    found, max_skipped = _search(prompt, branch, _NEAR_TOKENS)
-    if found is not None and max_skipped < _NEAR_TOKENS:
-        return found
-    return found if max(prompt.size, branch.size) <= _NEAR_TOKENS else _search(prompt, branch, MAX_SPAN_TOKENS)[0]
+    place, max_skipped = _search(prompt, branch, _NEAR_TOKENS)
+    # A window that skips at most `max_skipped` tokens begins in the near tokens, so a wider search finds no other one.
+    if place is not None and max_skipped < _NEAR_TOKENS:
+        return place
+    if max(prompt.size, branch.size) <= _NEAR_TOKENS:
+        return place
+    place, _ = _search(prompt, branch, MAX_SPAN_TOKENS)
+    return place
 
 
 def _search(prompt: Tokens, branch: Tokens, max_span: int) -> tuple[Realignment | None, int]:
-    """Return what `realign` finds in the windows that begin within `max_span` tokens, and how far it searched."""
+    """Search the windows that begin within the first `max_span` tokens of either side.
+
+    Returns:
+        The place that `realign` describes; None if there is none. The number of tokens, of both sides together, that a
+        window may skip at most to be examined.
+    """
     num_tokens = max_span + MIN_EQUAL_TOKENS - 1
     _, prompt_starts, branch_starts = np.intersect1d(
         window_hashes(prompt[:num_tokens]), window_hashes(branch[:num_tokens]), return_indices=True
@@ -113,7 +122,7 @@ def window_hashes(tokens: Tokens, size: int = MIN_EQUAL_TOKENS) -> npt.NDArray[n
     if tokens.size < size:
         return np.empty(0, np.uint64)
     hashes = tokens.astype(np.uint64) + np.uint64(1)
-    factor, length = _FACTOR, 1
+    factor, length = _HASH_FACTOR, 1
     while length < size:
         hashes = hashes[:-length] * np.uint64(factor) + hashes[length:]
         factor, length = factor * factor % 2**64, 2 * length

@@ -25,6 +25,7 @@ KEY_BYTES = 32
 MAX_SECRET_BYTES = 64
 _TAG_BYTES = {"format": 2, "tenant": 3, "adapter": 2, "salt": 3}
 _TAGS_BYTES = sum(_TAG_BYTES.values())
+# The `person` of BLAKE2b, so that digests for different purposes differ.
 _ROOT = b"radixkv root 2"
 _BLOCK = b"radixkv block 2"
 _FORMAT = b"radixkv format 2"
@@ -61,7 +62,7 @@ class BlockFormat:
 
 @dataclass(frozen=True, slots=True)
 class KeyScope:
-    """The keys of all namespaces with given names.
+    """The keys of all namespaces with certain names.
 
     Attributes:
         tags: the tags at the start of such a key; None matches any.
@@ -207,19 +208,20 @@ class PromptKeys:
 
         Complexity: about 1 us per block.
         """
-        size = self._keys.format.block_size * TOKEN_BYTES
+        block_bytes = self._keys.format.block_size * TOKEN_BYTES
         if parent is None:
             parent = self._keys.root(namespace)
-        for start in range(0, len(tokens) - size + 1, size):
-            own = tokens[start : start + size]
-            digest = self._marks.digest_of(own)
+        for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
+            block_tokens = tokens[start : start + block_bytes]
+            digest = self._marks.digest_of(block_tokens)
             if digest:
-                num_plain, own = self._marks.num_plain(own), strip_marks(own)
+                num_plain = self._marks.num_plain(block_tokens)
+                block_tokens = strip_marks(block_tokens)
                 owner = namespace._replace(adapter=digest)
-                content = own + num_plain.to_bytes(4, "little") + digest.encode()
+                content = block_tokens + num_plain.to_bytes(4, "little") + digest.encode()
                 key = self._keys.child(self._keys.with_tags_of(parent, owner), content)
             else:
-                key = self._keys.child(parent, own)
+                key = self._keys.child(parent, block_tokens)
                 owner = namespace
-            yield KeyedBlock(key, parent, own, owner)
+            yield KeyedBlock(key, parent, block_tokens, owner)
             parent = key

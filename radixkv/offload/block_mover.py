@@ -107,7 +107,7 @@ class BlockMover:
         return self._fill(self._parts, part_ids, [payload[self.block_bytes :] for payload in payloads])
 
     def stage(self, payload: memoryview) -> memoryview | None:
-        """Copy a payload into pinned memory, so that `write` need not wait for its own copy. Any thread may call this.
+        """Copy a payload into pinned memory, so that `write` only launches its copy. Any thread may call this.
 
         Returns:
             The copy; None if the pools are on a CPU, so that no copy is needed, or if no slot is free.
@@ -123,10 +123,10 @@ class BlockMover:
             return [each.data for each in _copy_blocks(self._blocks, block_ids)]
         payloads = np.empty((len(block_ids), self.payload_bytes), np.uint8)
         payloads[:, : self.block_bytes] = _copy_blocks(self._blocks, block_ids)
-        with_part = [index for index, part_id in enumerate(part_ids) if part_id is not None]
-        if with_part:
+        indexes_with_part = [index for index, part_id in enumerate(part_ids) if part_id is not None]
+        if indexes_with_part:
             present_ids = [part_id for part_id in part_ids if part_id is not None]
-            payloads[with_part, self.block_bytes :] = _copy_blocks(self._parts, present_ids)
+            payloads[indexes_with_part, self.block_bytes :] = _copy_blocks(self._parts, present_ids)
         sizes = [self.block_bytes if part_id is None else self.payload_bytes for part_id in part_ids]
         return [each[:size].data for each, size in zip(payloads, sizes, strict=True)]
 
@@ -160,13 +160,13 @@ class BlockMover:
         start_s = time.perf_counter()
         start = 0
         for blocks in pools:
-            end = start + _bytes_of(blocks)
-            self._fill_one(blocks, ids, [payload[start:end] for payload in payloads])
+            end = start + _block_bytes_of(blocks)
+            self._fill_pool(blocks, ids, [payload[start:end] for payload in payloads])
             start = end
         return CompleteCopy(time.perf_counter() - start_s)
 
-    def _fill_one(self, blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
-        if not ids or not _bytes_of(blocks):  # a block has no bytes if all layers are windowed
+    def _fill_pool(self, blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+        if not ids or not _block_bytes_of(blocks):  # a block has no bytes if all layers are windowed
             return
         memory = blocks.numpy()
         if self._native is not None and self._native.fill(memory, ids, payloads):
@@ -178,23 +178,24 @@ class BlockMover:
 
 def payload_sizes(pools: Sequence[KVPool], part_pools: Sequence[KVPool] = ()) -> tuple[int, int]:
     """Return the bytes of a payload without its part and with it; see `BlockMover`."""
-    block_bytes = sum(_bytes_of(pool.blocks) for pool in pools)
-    return block_bytes, block_bytes + sum(_bytes_of(pool.blocks) for pool in part_pools)
+    block_bytes = sum(_block_bytes_of(pool.blocks) for pool in pools)
+    return block_bytes, block_bytes + sum(_block_bytes_of(pool.blocks) for pool in part_pools)
 
 
-def _bytes_of(blocks: torch.Tensor) -> int:
+def _block_bytes_of(blocks: torch.Tensor) -> int:
+    """Return the bytes of one block of a pool."""
     return blocks.shape[1:].numel()
 
 
 def _blocks_at(pools: Sequence[torch.Tensor], block_id: int) -> Iterator[torch.Tensor]:
     """Return the bytes of one block in each pool that has any, as views of the pools."""
-    return (blocks[block_id].view(-1) for blocks in pools if _bytes_of(blocks))
+    return (blocks[block_id].view(-1) for blocks in pools if _block_bytes_of(blocks))
 
 
 def _split(payload: torch.Tensor, pools: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Divide the bytes of a payload among the pools that have any."""
     start = 0
-    for size in filter(None, map(_bytes_of, pools)):
+    for size in filter(None, map(_block_bytes_of, pools)):
         yield payload[start : start + size]
         start += size
 
@@ -206,7 +207,7 @@ def _tensor_of(payload: memoryview) -> torch.Tensor:
 
 
 def _copy_blocks(pools: Sequence[torch.Tensor], ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-    copies = [_gather(blocks, ids).reshape(len(ids), _bytes_of(blocks)) for blocks in pools]
+    copies = [_gather(blocks, ids).reshape(len(ids), _block_bytes_of(blocks)) for blocks in pools]
     return copies[0] if len(copies) == 1 else np.concatenate(copies, axis=1)
 
 

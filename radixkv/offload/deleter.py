@@ -11,8 +11,8 @@ from radixkv.offload.retried_calls import RetriedCalls
 from radixkv.offload.tiers.tier import Tier
 
 
-class _Keys(NamedTuple):
-    """Keys of blocks that a tier deletes."""
+class _DeleteTask(NamedTuple):
+    """Keys of blocks to delete from a tier."""
 
     tier: str
     keys: Sequence[bytes]
@@ -34,12 +34,12 @@ class Deleter:
     ) -> None:
         self._index = offload_index
         self._tiers = tiers
-        self._calls = RetriedCalls[_Keys](wake)
+        self._calls = RetriedCalls[_DeleteTask](wake)
 
     def delete(self, name: str, keys: Sequence[bytes]) -> Future[int | None]:
         """Delete blocks from a tier. Returns a future of the number of deleted blocks; None if the call fails."""
         deleted = self._tiers[name].delete(keys)
-        self._calls.start(_Keys(name, keys), deleted)
+        self._calls.start(_DeleteTask(name, keys), deleted)
         return deleted
 
     def delete_unknown(self, name: str, keys: Sequence[bytes]) -> None:
@@ -51,7 +51,7 @@ class Deleter:
         if useless := [key for key in keys if key not in tier_index]:
             self.delete(name, useless)
         if undecided := [key for key in keys if key in tier_index and not tier_index.holds(key)]:
-            self._calls.add_failed(_Keys(name, undecided))
+            self._calls.add_failed(_DeleteTask(name, undecided))
 
     @property
     def has_failed(self) -> bool:
@@ -67,11 +67,11 @@ class Deleter:
 
         Complexity: O(keys of failed calls).
         """
-        failed: dict[str, dict[bytes, None]] = {}
+        failed_keys: dict[str, dict[bytes, None]] = {}
         for name, keys in self._calls.take_failed():
-            failed.setdefault(name, {}).update(dict.fromkeys(keys))
-        for name, unique in failed.items():
-            self.delete_unknown(name, list(unique))
+            failed_keys.setdefault(name, {}).update(dict.fromkeys(keys))
+        for name, unique_keys in failed_keys.items():
+            self.delete_unknown(name, list(unique_keys))
 
     def finish(self, limit_s: float) -> bool:
         """Retry failed deletions, and wait for all calls, at most `limit_s`. Returns whether everything is deleted."""

@@ -63,16 +63,16 @@ class CopyStream:
             host_memory: whatever keeps the memory on the host allocated; it is kept until the copy is complete.
         """
         self.release_complete()
-        compute = self._cuda.current_stream(self._device)
+        compute_stream = self._cuda.current_stream(self._device)
         started = self._cuda.Event(enable_timing=True)
         ended = self._cuda.Event(enable_timing=True, blocking=True)  # threads that wait for it sleep
-        self._stream.wait_stream(compute)
+        self._stream.wait_stream(compute_stream)
         with self._cuda.stream(self._stream):
             started.record(self._stream)
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             ended.record(self._stream)
-        compute.wait_event(ended)
+        compute_stream.wait_event(ended)
         copy = StreamCopy(started, ended)
         self._in_flight.append((copy, host_memory))
         return copy

@@ -117,7 +117,7 @@ class DiskRecord:
     ) -> None:
         self._rejected = rejected
         self._disk = disk
-        self._priorities = PriorityFile(disk.path / _PRIORITIES)
+        self._priority_file = PriorityFile(disk.path / _PRIORITIES)
         self._keys = keys
         self._clock = clock
         self._unix_time = unix_time
@@ -149,7 +149,7 @@ class DiskRecord:
         ends_s = [None if hint.expires_s is None else clock_start_s + hint.expires_s for _, hint in hints]
         rows = zip(hints, ends_s, strict=True)
         try:
-            self._priorities.write(StoredPriority(key, hint.priority, end_s) for (key, hint), end_s in rows)
+            self._priority_file.write(StoredPriority(key, hint.priority, end_s) for (key, hint), end_s in rows)
         except OSError as error:
             _log.error("tier disk: writing %d priorities failed: %s", len(hints), error)
 
@@ -164,32 +164,35 @@ class DiskRecord:
         Complexity: O(blocks), without reading them.
         """
         start_s = time.perf_counter()
-        keys = list(self._disk)  # before the owners, so that blocks stored in the meantime are not deleted
+        # The keys are listed before the owners, so that blocks stored in the meantime are not deleted.
+        keys = list(self._disk)
         owners = self._owners()
-        found = [(key, owners.get(self._keys.tags_of(key))) for key in keys]
-        useless = [key for key, owner in found if owner is None]
+        keys_with_owners = [(key, owners.get(self._keys.tags_of(key))) for key in keys]
+        useless = [key for key, owner in keys_with_owners if owner is None]
         try:
             self._disk.delete(useless)
         except StoreError as error:
             _log.error("tier disk: deleting %d blocks of unknown namespaces failed: %s", len(useless), error)
         if self._rejected is not None:
             self._rejected.add([ObjectFault.FOREIGN] * len(useless))
-        num_found = len(found) - len(useless)
+        num_found = len(keys) - len(useless)
         took_s = time.perf_counter() - start_s
         _log.info("found %d blocks on disk in %.2f s, and deleted %d", num_found, took_s, len(useless))
-        return FoundOnDisk([(key, owner) for key, owner in found if owner is not None], self._hints())
+        blocks = [(key, owner) for key, owner in keys_with_owners if owner is not None]
+        return FoundOnDisk(blocks, self._take_hints())
 
-    def _hints(self) -> list[tuple[bytes, RetentionHint]]:
+    def _take_hints(self) -> list[tuple[bytes, RetentionHint]]:
+        """Read the priorities that have not expired, and delete their file."""
         clock_start_s = self._unix_time() - self._clock()
         now_s = self._clock()
         try:
-            stored = self._priorities.take()
+            stored_priorities = self._priority_file.take()
         except OSError as error:
             _log.error("tier disk: reading the priorities failed: %s", error)
             return []
         hints = [
             (key, RetentionHint(priority, None if ends_s is None else ends_s - clock_start_s))
-            for key, priority, ends_s in stored
+            for key, priority, ends_s in stored_priorities
         ]
         return [
             (key, hint)

@@ -6,8 +6,10 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 _FIRST_BUCKET_TOKENS = 512
-_FORGET = 0.1  # weight of a new measurement of a load, a copy, a lookup, or a step with `_FIRST_BUCKET_TOKENS` tokens
-_SHRINK = 0.02  # fraction by which the estimates of a tier shrink each time it is not used because it seems slow
+# Weight of a new measurement of a load, a copy, a lookup, or a step with `_FIRST_BUCKET_TOKENS` tokens.
+_NEW_WEIGHT = 0.1
+# Fraction by which the estimates of a tier shrink each time the tier is not used because it seems slow.
+_SHRINK_FRACTION = 0.02
 
 
 class LoadDecision(NamedTuple):
@@ -51,8 +53,8 @@ class LoadOrCompute:
         for start, end in ranges:
             if end - start > 1:
                 bucket = _bucket(start)
-                weight = (1 - _FORGET) ** ((end - start) / _FIRST_BUCKET_TOKENS)
-                self._token_s[bucket] = token_s + weight * (self._token_s.get(bucket, token_s) - token_s)
+                old_weight = (1 - _NEW_WEIGHT) ** ((end - start) / _FIRST_BUCKET_TOKENS)
+                self._token_s[bucket] = token_s + old_weight * (self._token_s.get(bucket, token_s) - token_s)
 
     def note_start(self, tier: str, num_blocks: int) -> None:
         """Record that a load was queued."""
@@ -70,8 +72,8 @@ class LoadOrCompute:
 
     def note_lookup(self, tier: str, seconds: float) -> None:
         """Record the time of a lookup in a shared store."""
-        known_s = self._lookups_s.setdefault(tier, seconds)
-        self._lookups_s[tier] = known_s + _FORGET * (seconds - known_s)
+        old_s = self._lookups_s.setdefault(tier, seconds)
+        self._lookups_s[tier] = old_s + _NEW_WEIGHT * (seconds - old_s)
 
     def is_lookup_worthwhile(self, tier: str, start_token: int, num_tokens: int) -> bool:
         """Whether a lookup of the blocks of these tokens takes no longer than computing them; true if unknown."""
@@ -86,7 +88,7 @@ class LoadOrCompute:
         """
         for tier in tiers:
             if tier in self._lookups_s:
-                self._lookups_s[tier] *= 1 - _SHRINK
+                self._lookups_s[tier] *= 1 - _SHRINK_FRACTION
             if tier in self._loads:
                 self._loads[tier].shrink_estimates()
         if tiers:
@@ -120,7 +122,7 @@ class LoadOrCompute:
     def _seconds_per_token(self, position: int) -> float | None:
         """Return the time per token at a position, or at the nearest measured one before it, or else after it."""
         bucket = _bucket(position)
-        before = [known for known in self._token_s if known <= bucket]
+        before = [measured for measured in self._token_s if measured <= bucket]
         nearest = max(before) if before else min(self._token_s, default=None)
         return None if nearest is None else self._token_s[nearest]
 
@@ -128,10 +130,10 @@ class LoadOrCompute:
         """Return the time of the slowest call and of filling the pool; None if one of the tiers was never measured."""
         slowest_s = 0.0
         for tier, num_blocks in counts.items():
-            line = self._loads.get(tier)
-            if line is None:
+            load_fit = self._loads.get(tier)
+            if load_fit is None:
                 return None
-            slowest_s = max(slowest_s, line.at(num_blocks + self._num_queued_blocks.get(tier, 0)))
+            slowest_s = max(slowest_s, load_fit.at(num_blocks + self._num_queued_blocks.get(tier, 0)))
         return slowest_s + self._fills.at(sum(counts.values()))
 
 
@@ -143,21 +145,22 @@ class _LinearFit:
 
     def learn(self, x: float, y: float) -> None:
         sums = (self._weight, 1.0), (self._x, x), (self._y, y), (self._xx, x * x), (self._xy, x * y)
-        self._weight, self._x, self._y, self._xx, self._xy = (old * (1 - _FORGET) + new for old, new in sums)
+        self._weight, self._x, self._y, self._xx, self._xy = (old * (1 - _NEW_WEIGHT) + new for old, new in sums)
 
     def shrink_estimates(self) -> None:
-        self._y, self._xy = self._y * (1 - _SHRINK), self._xy * (1 - _SHRINK)
+        self._y, self._xy = self._y * (1 - _SHRINK_FRACTION), self._xy * (1 - _SHRINK_FRACTION)
 
     def at(self, x: float) -> float:
         """Return the seconds at `x`: at least 0, and growing with it; 0 while nothing was learned."""
         if not self._weight:
             return 0.0
         spread = self._weight * self._xx - self._x * self._x
-        slope = (self._weight * self._xy - self._x * self._y) / spread if spread > 1e-9 * self._xx else 0.0
-        start = (self._y - slope * self._x) / self._weight
-        if slope <= 0 or start < 0:
+        has_spread = spread > 1e-9 * self._xx  # if all x are the same, only rounding errors remain
+        slope = (self._weight * self._xy - self._x * self._y) / spread if has_spread else 0.0
+        intercept = (self._y - slope * self._x) / self._weight
+        if slope <= 0 or intercept < 0:
             return self._y / self._x * x  # no plausible line, for example if all x are the same: assume proportionality
-        return start + slope * x
+        return intercept + slope * x
 
 
 def _bucket(position: int) -> int:

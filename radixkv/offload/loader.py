@@ -66,7 +66,7 @@ class Load:
         self.blocks: dict[bytes, LoadedBlock] = {}
         self.requests: set[Request] = set()
         self.copies: list[Copy] = []
-        self._open = set(self.tiers)
+        self._open_tiers = set(self.tiers)
 
     @property
     def tiers(self) -> list[str]:
@@ -76,7 +76,7 @@ class Load:
     @property
     def is_ended(self) -> bool:
         """Whether all calls have ended."""
-        return not self._open
+        return not self._open_tiers
 
     def keys_of(self, tier: str) -> list[bytes]:
         """List the keys of the blocks that a tier holds."""
@@ -90,7 +90,7 @@ class Load:
 
     def end_call(self, tier: str, outcome: LoadedBlocks) -> None:
         """Add the result of a call."""
-        self._open.discard(tier)
+        self._open_tiers.discard(tier)
         self.blocks.update(outcome.blocks)
         if self.is_ended:
             self.futures.clear()  # their callbacks refer to the load, and their results to the memory of its blocks
@@ -205,11 +205,11 @@ class Loader:
 
     def _choose(self, first_block: int, run: Sequence[StoredBlock]) -> Sequence[StoredBlock]:
         """Return the first blocks of a run, as many as can be loaded faster than they can be computed."""
-        choice = self._choice.choose(first_block * self._cache.block_size, [each.tier for each in run])
-        self.num_computed_blocks.update(each.tier for each in run[choice.num_blocks :])
-        if not choice.num_blocks:
+        decision = self._choice.choose(first_block * self._cache.block_size, [each.tier for each in run])
+        self.num_computed_blocks.update(each.tier for each in run[decision.num_blocks :])
+        if not decision.num_blocks:
             self._choice.shrink_estimates({each.tier for each in run})
-        return run[: choice.num_blocks]
+        return run[: decision.num_blocks]
 
     def find(self, namespace: Namespace, tokens: bytes, first_block: int) -> tuple[int, Sequence[StoredBlock]]:
         """Find the stored blocks that follow those on the device and from which a request can continue.
@@ -249,12 +249,12 @@ class Loader:
         self._release_copied()
         ready: list[Request] = []
         while not self._ended.empty():
-            load, tier, blocks, ended_s = self._ended.get()
-            load.end_call(tier, blocks)
+            load, tier, outcome, ended_s = self._ended.get()
+            load.end_call(tier, outcome)
             num_blocks = len(load.keys_of(tier))
-            self._choice.note_end(tier, num_blocks, ended_s - load.started_s if blocks.is_timed else None)
-            self._index.lost(tier, blocks.lost)
-            partless = [key for key, each in blocks.blocks.items() if not self._mover.has_part(each.payload)]
+            self._choice.note_end(tier, num_blocks, ended_s - load.started_s if outcome.is_timed else None)
+            self._index.lost(tier, outcome.lost)
+            partless = [key for key, each in outcome.blocks.items() if not self._mover.has_part(each.payload)]
             if partless:
                 self._index.note_partless(tier, partless)
             if load.is_ended:
@@ -277,38 +277,45 @@ class Loader:
         Returns:
             Number of tokens at the start of the prompt whose K and V exist for the following steps.
         """
-        start = lease.cached_tokens
-        size = self._cache.block_size
+        num_cached_tokens = lease.cached_tokens
+        block_size = self._cache.block_size
         pending = self._pending[request]
-        before = self._blocks_before(request, lease, pending.first_block)
-        first = before.size
-        run = pending.run[first - pending.first_block :] if first >= pending.first_block else ()
+
+        # The loaded blocks after those on the device, up to the last one from which the request can continue.
+        ids_before = self._blocks_before(request, lease, pending.first_block)
+        first_block = ids_before.size
+        run = pending.run[first_block - pending.first_block :] if first_block >= pending.first_block else ()
         run = run[: pending.load.count_loaded(run)]
         payloads = [pending.load.blocks[each.block.key].payload for each in run]
         have_parts = [self._mover.has_part(payload) for payload in payloads]
-        run = run[: self._num_usable(request.namespace, before, have_parts)]
-        end = first + len(run)
+        run = run[: self._num_usable(request.namespace, ids_before, have_parts)]
+        payloads = payloads[: len(run)]
+        end_block = first_block + len(run)
         if not run:
             self.leave(request)
-            return start
-        copies = [self._mover.write(lease.block_ids[first:end].tolist(), payloads[: len(run)])]
+            return num_cached_tokens
+
+        copies = [self._mover.write(lease.block_ids[first_block:end_block].tolist(), payloads)]
+        # Loaded blocks take the place of the partly cached block that would have been copied.
         lease.copy = None
         num_loaded = Counter(each.tier for each in run)
-        num_tokens = {tier: num_blocks * size for tier, num_blocks in num_loaded.items()}
-        num_tokens[run[0].tier] -= max(0, start - first * size)
+        num_tokens = {tier: num_blocks * block_size for tier, num_blocks in num_loaded.items()}
+        # Tokens of the first block that were cached already do not count as loaded.
+        num_tokens[run[0].tier] -= max(0, num_cached_tokens - first_block * block_size)
         if not request.has_computed:
             request.reuse.loaded_tokens = num_tokens
         if self._cache.ledger is not None:
             self._cache.ledger.load(request.tenant, num_tokens)
+
         if _publishes(request):
-            lease.commit(end * size)
+            lease.commit(end_block * block_size)
             self._index.loaded([each.block.key for each in run])
-        copies += self._fill_parts(lease, first, payloads[: len(run)])
+        copies += self._fill_parts(lease, first_block, payloads)
         self._filled.append((len(run), copies))
         pending.load.copies += copies
         self._note_filled()
         self.leave(request)
-        return max(start, end * size)
+        return max(num_cached_tokens, end_block * block_size)
 
     @property
     def is_copying(self) -> bool:
@@ -369,20 +376,20 @@ class Loader:
         own = lease.block_ids[: lease.cached_tokens // self._cache.block_size]
         if own.size >= first_block or not _publishes(request) or lease.root_prefix.tokens:
             return own
-        known = self._cache.found_blocks(request.namespace, request.tokens)[:first_block]
-        return known if known.size == first_block else own  # otherwise some were evicted in the meantime
+        cached = self._cache.found_blocks(request.namespace, request.tokens)[:first_block]
+        return cached if cached.size == first_block else own  # otherwise some were evicted in the meantime
 
     def _num_usable(self, namespace: Namespace, block_ids: BlockIds, have_part: Sequence[bool]) -> int:
         keeps_all = namespace.tenant == PUBLIC_TENANT
         return self._cache.windows.num_usable(block_ids, have_part, keeps_all=keeps_all)
 
-    def _fill_parts(self, lease: Lease, first: int, payloads: Sequence[memoryview]) -> list[Copy]:
-        """Copy the parts of windowed layers that a lease needs of the blocks from `first` on."""
+    def _fill_parts(self, lease: Lease, first_block: int, payloads: Sequence[memoryview]) -> list[Copy]:
+        """Copy the parts of windowed layers that a lease needs of the blocks from `first_block` on."""
         copies: list[Copy] = []
         for window_lease in lease.windows:
-            positions = window_lease.receive(lease.block_ids, first + len(payloads))
-            part_ids = [window_lease.part_of(int(lease.block_ids[at])) for at in positions]
-            copies.append(self._mover.write_parts(part_ids, [payloads[at - first] for at in positions]))
+            indexes = window_lease.receive(lease.block_ids, first_block + len(payloads))
+            part_ids = [window_lease.part_of(int(lease.block_ids[index])) for index in indexes]
+            copies.append(self._mover.write_parts(part_ids, [payloads[index - first_block] for index in indexes]))
         return copies
 
     def _start(self, run: Sequence[StoredBlock]) -> Load:
@@ -394,10 +401,10 @@ class Loader:
             self._choice.note_start(tier, len(wanted))
             future = self._tiers[tier].load(wanted)
             load.futures.append(future)
-            future.add_done_callback(partial(self._end, load, tier))
+            future.add_done_callback(partial(self._queue_result, load, tier))
         return load
 
-    def _end(self, load: Load, tier: str, loaded: Future[list[LoadedBlock | Miss]]) -> None:
+    def _queue_result(self, load: Load, tier: str, loaded: Future[list[LoadedBlock | Miss]]) -> None:
         """Queue the result of a call. Runs on the thread that ends the call: a store's, a timer's or the engine's."""
         blocks = LoadedBlocks.of(load.keys_of(tier), None if loaded.cancelled() else loaded.result())
         self._ended.put((load, tier, blocks, self._clock()))
@@ -405,11 +412,11 @@ class Loader:
 
     def _drop_if_unused(self, load: Load) -> None:
         """Release a load that no request uses."""
-        first = load.run[0].block.key if load.run else b""
-        if load.requests or self._loads.get(first) is not load:
+        first_key = load.run[0].block.key if load.run else b""
+        if load.requests or self._loads.get(first_key) is not load:
             return
         if load.is_ended:
-            del self._loads[first]
+            del self._loads[first_key]
             self._copying.append(load)
             self._release_copied()
         else:

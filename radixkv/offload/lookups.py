@@ -60,7 +60,7 @@ class Lookups:
         self._clock = clock
         self._wake = wake
         self._block_size = block_size
-        self._num_open: dict[Request, int] = {}  # results that a request waits for
+        self._num_open: dict[Request, int] = {}  # number of results that a request waits for
         self._results: queue.SimpleQueue[tuple[_Lookup, list[bool] | None, float]] = queue.SimpleQueue()
 
     def begin(self, request: Request, first_block: int) -> bool:
@@ -74,21 +74,25 @@ class Lookups:
         """
         if not self._tiers:
             return False
-        blocks = self._index.unknown(request.namespace, request.prompt_tokens, first_block)
+        blocks = self._index.find_unknown(request.namespace, request.prompt_tokens, first_block)
+        if not blocks:
+            return False
         tiers = [name for name in self._tiers if not self._purger.is_purging_any(name, blocks)]
-        start = first_block * self._block_size
+        start_token = first_block * self._block_size
         num_tokens = len(blocks) * self._block_size
         queried = [
-            name for name in tiers if request.is_prefetch or self._choice.is_lookup_worthwhile(name, start, num_tokens)
+            name
+            for name in tiers
+            if request.is_prefetch or self._choice.is_lookup_worthwhile(name, start_token, num_tokens)
         ]
-        if not blocks or not queried:
-            self._choice.shrink_estimates(tiers if blocks else ())
+        if not queried:
+            self._choice.shrink_estimates(tiers)
             return False
         self._num_open[request] = len(queried)
         keys = [each.key for each in blocks]
         for tier in queried:
             lookup = _Lookup(request, tier, blocks, self._clock())
-            self._tiers[tier].exists(keys).add_done_callback(partial(self._end, lookup))
+            self._tiers[tier].exists(keys).add_done_callback(partial(self._queue_result, lookup))
         return True
 
     def ended(self) -> list[Request]:
@@ -122,7 +126,7 @@ class Lookups:
         """Forget a request."""
         self._num_open.pop(request, None)
 
-    def _end(self, lookup: _Lookup, are_there: Future[list[bool] | None]) -> None:
+    def _queue_result(self, lookup: _Lookup, are_there: Future[list[bool] | None]) -> None:
         """Queue a result. Runs on the thread that ends the call."""
         self._results.put((lookup, None if are_there.cancelled() else are_there.result(), self._clock()))
         self._wake()

@@ -106,7 +106,7 @@ class Offload:
             tier_index = offload_index.tiers["disk"]
             delete = partial(self._deleter.delete, "disk")
             self._disk_scan = DiskScan(record, tier_index, offload_index.retention, delete, wake)
-        self._last_save = ShutdownSave(cache, offload_index, self._saver, record)
+        self._shutdown_save = ShutdownSave(cache, offload_index, self._saver, record)
 
     def seconds_until_due(self) -> float | None:
         """Return the seconds until `copy` must be called even if no step runs; None if it need not be called."""
@@ -167,8 +167,8 @@ class Offload:
     def stored_tokens(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> int:
         """Count the tokens after the cached ones that tiers are known to hold."""
         self._poll()
-        first_block, found = self._loader.find(namespace, tokens, self._num_cached_blocks(namespace, tokens))
-        return max(0, (first_block + len(found)) * self._cache.block_size - cached_tokens) if found else 0
+        first_block, run = self._loader.find(namespace, tokens, self._num_cached_blocks(namespace, tokens))
+        return max(0, (first_block + len(run)) * self._cache.block_size - cached_tokens) if run else 0
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention, on_device: Grant) -> Grant:
         """Set the retention priority of the stored blocks of a prompt. Shared stores have no priorities.
@@ -182,9 +182,8 @@ class Offload:
             The total grant, on the device and in the tiers.
         """
         self._poll()
-        size = self._cache.block_size
         now_s = self._clock()
-        return grant_stored(self.index, size, namespace, tokens, retention, on_device, now_s)
+        return grant_stored(self.index, self._cache.block_size, namespace, tokens, retention, on_device, now_s)
 
     def stored(self, name: str, start: int, tenant: str | None, max_listed: int) -> StoredPage:
         """List the namespaces that have blocks in a tier; see `TierIndex.page`.
@@ -210,13 +209,13 @@ class Offload:
 
     def ready(self) -> list[Request]:
         """Return the requests that no longer wait, in order of arrival."""
-        known = [request for request in self._lookups.ended() if not self._load(request)]
-        return sorted([*known, *self._loader.ready()], key=lambda request: request.arrival)
+        without_load = [request for request in self._lookups.ended() if not self._load(request)]
+        return sorted([*without_load, *self._loader.ready()], key=lambda request: request.arrival)
 
     def copy(self) -> None:
         """Copy evicted blocks, and published blocks for shared stores, before their memory is reused.
 
-        No block may be evicted between this and `save`.
+        No block may be evicted between this call and `save`.
         """
         assert self._copies is None, "the previous copies were saved"
         self._take_scanned()
@@ -257,22 +256,22 @@ class Offload:
         """Record how long a step took."""
         self._choice.note_step(seconds, [(each.start, each.end) for each in slices])
 
-    def reading(self) -> Iterator[None]:
+    def wait_for_scan(self) -> Iterator[None]:
         """Yield until the disk is scanned."""
-        return iter(()) if self._disk_scan is None else self._disk_scan.reading()
+        return iter(()) if self._disk_scan is None else self._disk_scan.wait_for_end()
 
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> list[Deletion]:
         """Purge the namespaces with these names, None for any, from all tiers; in shared stores, for all servers.
 
-        Waiting requests do not get any of these blocks. The disk must be scanned before; see `reading`.
+        Waiting requests do not get any of these blocks. The disk must be scanned before; see `wait_for_scan`.
         """
         self._take_scanned()
         self._loader.forget(tenant, adapter, salt)
-        own = self._local_purger.purge(tenant, adapter, salt)
+        deletions = self._local_purger.purge(tenant, adapter, salt)
         purges = self.purger.purge(tenant, adapter, salt)
         if self._disk_scan is not None and self._disk_scan.has_failed:
-            own.append(Deletion("disk", failed_deletion()))
-        return own + [Deletion(name, purged) for name, purged in purges.items()]
+            deletions.append(Deletion("disk", failed_deletion()))
+        return deletions + [Deletion(name, purged) for name, purged in purges.items()]
 
     def close(self) -> None:
         """Save the blocks on the device to the disk and finish deletions, in at most 10 s, then close the tiers."""
@@ -284,7 +283,7 @@ class Offload:
         self._deleter.retry()  # before the saves: a store runs deletions and saves in the order of their calls
         self._saver.flush()
         self._touches.finish(_LAST_TOUCH_LIMIT_S)
-        if not self._last_save.run(deadline_s - time.monotonic(), knows_disk=knows_disk):
+        if not self._shutdown_save.run(deadline_s - time.monotonic(), knows_disk=knows_disk):
             _log.warning("tiers: not all blocks were stored within %s s of shutdown", CLOSE_LIMIT_S)
         if not self._deleter.finish(max(0.0, deadline_s - time.monotonic())):
             _log.error("tiers: not all purged or evicted blocks were deleted; the next process will find the others")
@@ -293,6 +292,7 @@ class Offload:
         self._on_close()
 
     def _load(self, request: Request) -> bool:
+        """Start to load the blocks that the index knows. Returns the same as `begin`."""
         return self._loader.begin(request, self._num_cached_blocks(request.namespace, request.tokens))
 
     def _num_cached_blocks(self, namespace: Namespace, tokens: bytes) -> int:

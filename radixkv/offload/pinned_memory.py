@@ -72,22 +72,22 @@ class StagingSlots:
         self._memory = memory
         self._slot_bytes = slot_bytes
         self._stride = staging_stride(slot_bytes)
-        self._free = list(range(memory.nbytes // self._stride))
+        self._free_indexes = list(range(memory.nbytes // self._stride))
 
     @property
     def num_free(self) -> int:
-        """Slots that are not in use."""
-        return len(self._free)
+        """Number of slots that are not in use."""
+        return len(self._free_indexes)
 
     def take(self) -> npt.NDArray[np.uint8] | None:
         """Return the memory of a free slot, with arbitrary contents; None if all are in use."""
         try:
-            index = self._free.pop()
+            index = self._free_indexes.pop()
         except IndexError:
             return None
         slot = np.frombuffer(self._memory, np.uint8, self._slot_bytes, index * self._stride)
         # No lock: a finalizer may run anywhere, also within `take`; appending to a list is atomic.
-        weakref.finalize(slot, self._free.append, index).atexit = False
+        weakref.finalize(slot, self._free_indexes.append, index).atexit = False
         return slot
 
 

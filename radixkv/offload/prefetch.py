@@ -47,7 +47,8 @@ class Prefetcher:
         self._offload = offload
         self._num_running = num_running
         self._loading: dict[Request, float | None] = {}  # with `prior_use_s` of `begin`
-        self._due: list[Request] = []  # those that did not have to wait, since their load had already ended
+        # Prefetches that did not have to wait for the tiers, since their load had already ended.
+        self._already_loaded: list[Request] = []
 
     def look_ahead(self, now_s: float) -> None:
         """Start to load the prompts of sessions that wait for a tool, when about half of their usual wait is over.
@@ -71,7 +72,9 @@ class Prefetcher:
             )
             if num_blocks and not is_loading and self._cache.has_idle_blocks(num_blocks, session):
                 self.begin(namespace, tokens, session.session_id, session.last_used_s)
-            if (waited_s := now_s - session.last_used_s) < _MAX_WAIT_S:
+            waited_s = now_s - session.last_used_s
+            if waited_s < _MAX_WAIT_S:
+                # The longer the session has waited, the less often it is examined.
                 sessions.expect(session, now_s + max(1.0, waited_s / 4))
 
     def seconds_until_due(self, now_s: float) -> float | None:
@@ -84,9 +87,9 @@ class Prefetcher:
 
         Args:
             namespace, tokens: the prompt, in the form of the cache.
-            session_id: the session that it belongs to; empty for none.
-            prior_use_s: when the session used it last, if it is loaded because the session will return; None if the
-                prefetch counts as a use.
+            session_id: the session that the prompt belongs to; empty for none.
+            prior_use_s: when the session used the prompt last, if the prompt is loaded because the session will return;
+                None if the prefetch counts as a use.
 
         Returns:
             The expected number of tokens to load; 0 if the tiers have no more of the prompt than the device, or if
@@ -95,17 +98,18 @@ class Prefetcher:
         num_of_tenant = sum(each.tenant == namespace.tenant for each in self._loading)
         if len(self._loading) >= _MAX_LOADING or num_of_tenant >= _MAX_TENANT_LOADING:
             return 0
-        cached_tokens = self._cache.match(namespace, tokens + bytes(TOKEN_BYTES)).cached_tokens
-        caller = Caller(namespace.tenant, namespace.adapter, namespace.salt)
         # A token is appended, because the last token of a prompt is always computed, and never loaded.
-        params = PrefillParams(tokens + bytes(TOKEN_BYTES), caller, session_id=session_id)
+        extended_tokens = tokens + bytes(TOKEN_BYTES)
+        cached_tokens = self._cache.match(namespace, extended_tokens).cached_tokens
+        caller = Caller(namespace.tenant, namespace.adapter, namespace.salt)
+        params = PrefillParams(extended_tokens, caller, session_id=session_id)
         request = Request(params, namespace, Future[PrefillResult](), time.monotonic(), is_prefetch=True)
         is_waiting = self._offload.begin(request)
         if not is_waiting and not self._offload.has_load(request):
             return 0
         self._loading[request] = prior_use_s
         if not is_waiting:
-            self._due.append(request)
+            self._already_loaded.append(request)
         # Until a shared store has answered, assume that it has the whole prompt.
         end = request.reuse.stored_upto or len(tokens) // TOKEN_BYTES
         return max(0, end - cached_tokens)
@@ -114,14 +118,14 @@ class Prefetcher:
         """Fill the prompts among requests that no longer wait for the tiers. Returns the other requests."""
         if not self._loading:
             return ready
-        due, self._due = self._due, []
-        others = []
-        for request in (*due, *ready):
+        already_loaded, self._already_loaded = self._already_loaded, []
+        other_requests = []
+        for request in (*already_loaded, *ready):
             if request in self._loading:
                 self._fill(request)
-            elif request not in due:
-                others.append(request)
-        return others
+            elif request not in already_loaded:
+                other_requests.append(request)
+        return other_requests
 
     def forget(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
         """Drop the prompts whose namespaces have these names, None for any."""
@@ -151,8 +155,8 @@ class Prefetcher:
         except CapacityError:
             self._drop(request)
             return
-        before = lease.cached_tokens
-        num_loaded_tokens = max(0, self._offload.fill(request, lease) - before)
+        num_cached_tokens = lease.cached_tokens
+        num_loaded_tokens = max(0, self._offload.fill(request, lease) - num_cached_tokens)
         self.num_loaded_tokens += num_loaded_tokens
         self.num_dropped += not num_loaded_tokens
         lease.close(is_used=False)

@@ -84,16 +84,17 @@ class _PurgeWaiter:
         self._purged = begun.purged
         self._deletions = list(begun.deletions)
         self._lock = threading.Lock()
-        self._num_left = len(begun.deletions) + 1
+        self._num_open = len(begun.deletions) + 1  # also counts `begin`, until it has added all callbacks
         self._is_over = False
         self._timer: threading.Timer | None = None
 
     def begin(self, limit_s: float) -> None:
+        """Start to wait, at most `limit_s`."""
         for deletion in tuple(self._deletions):
             deletion.num_deleted.add_done_callback(lambda _: self._note_end())
         self._note_end()
         if not self._done.done():
-            self._timer = timer = threading.Timer(limit_s, self._end)
+            self._timer = timer = threading.Timer(limit_s, self._complete)
             timer.daemon = True
             timer.start()
             if self._done.done():  # the last tier answered before the timer was set
@@ -101,12 +102,12 @@ class _PurgeWaiter:
 
     def _note_end(self) -> None:
         with self._lock:
-            self._num_left -= 1
-            if self._num_left:
+            self._num_open -= 1
+            if self._num_open:
                 return
-        self._end()
+        self._complete()
 
-    def _end(self) -> None:
+    def _complete(self) -> None:
         with self._lock:
             is_first, self._is_over = not self._is_over, True
         if is_first:
@@ -125,9 +126,9 @@ def _sums(deletions: Sequence[Deletion]) -> dict[str, int | None]:
     """Add up the deleted blocks of each tier; None if one of its calls failed or has not ended."""
     sums: dict[str, int | None] = {}
     for tier, deleted in deletions:
-        known = sums.get(tier, 0)
-        number = None if deleted.cancelled() or not deleted.done() else deleted.result()
-        sums[tier] = None if known is None or number is None else known + number
+        sum_before = sums.get(tier, 0)
+        num_deleted = None if deleted.cancelled() or not deleted.done() else deleted.result()
+        sums[tier] = None if sum_before is None or num_deleted is None else sum_before + num_deleted
     return sums
 
 

@@ -18,7 +18,7 @@ from radixkv.offload.index.tier_index import TierIndex
 from radixkv.offload.saver import Saver
 
 _log = logging.getLogger(__name__)
-_READING_SLICE_S = 0.001
+_JOIN_SLICE_S = 0.001
 _TAKEN_AT_ONCE = 256  # blocks; some milliseconds
 _END = object()
 _SAVED_AT_ONCE = 64  # blocks
@@ -54,7 +54,7 @@ class DiskScan:
         self._wake = wake
         self._found: queue.SimpleQueue[FoundOnDisk] = queue.SimpleQueue()
         self._slices: Iterator[None] | None = None
-        self._reader = threading.Thread(target=self._read, name="disk-record", daemon=True)
+        self._reader = threading.Thread(target=self._scan, name="disk-record", daemon=True)
         self._reader.start()
 
     @property
@@ -67,7 +67,7 @@ class DiskScan:
 
         If it raises, the remaining blocks are never added, and `has_failed` is true.
         """
-        is_read = not self._reader.is_alive()  # checked first, since results may arrive in the meantime
+        is_scanned = not self._reader.is_alive()  # checked first, since results may arrive in the meantime
         if self._slices is None and not self._found.empty():
             self._slices = self._add_in_slices(self._found.get())
         if self._slices is not None:
@@ -78,13 +78,13 @@ class DiskScan:
                 raise
             if is_over:
                 self._slices = None
-        elif is_read and not self.has_failed:
+        elif is_scanned and not self.has_failed:
             self._record.tidy(self._tier_index.owned)
 
-    def reading(self) -> Iterator[None]:
+    def wait_for_end(self) -> Iterator[None]:
         """Yield until the scan is finished and all results are taken."""
         while self._reader.is_alive():
-            self._reader.join(_READING_SLICE_S)
+            self._reader.join(_JOIN_SLICE_S)
             yield
         while self.has_more:
             self.take()
@@ -94,25 +94,25 @@ class DiskScan:
         """Wait for the scan and take all results, within `limit_s`. Returns whether all are taken."""
         deadline_s = time.monotonic() + limit_s
         self._reader.join(limit_s)
-        is_read = not self._reader.is_alive()
+        is_scanned = not self._reader.is_alive()
         try:
             while self.has_more and time.monotonic() < deadline_s:
                 self.take()
         except Exception:  # noqa: BLE001 - the stores must still be closed
             _log.exception("tier disk: adding its blocks to the index failed")
-        return is_read and not self.has_more and not self.has_failed
+        return is_scanned and not self.has_more and not self.has_failed
 
     def _add_in_slices(self, found: FoundOnDisk) -> Iterator[None]:
         blocks, hints = reversed(found.blocks), iter(found.hints)
-        while some := list(islice(blocks, _TAKEN_AT_ONCE)):
-            if left_out := self._tier_index.add_found(some):
+        while block_batch := list(islice(blocks, _TAKEN_AT_ONCE)):
+            if left_out := self._tier_index.add_found(block_batch):
                 self._delete(left_out)
             yield
-        while some_hints := list(islice(hints, _TAKEN_AT_ONCE)):
-            self._retention.restore(self._tier_index, some_hints)
+        while hint_batch := list(islice(hints, _TAKEN_AT_ONCE)):
+            self._retention.restore(self._tier_index, hint_batch)
             yield
 
-    def _read(self) -> None:
+    def _scan(self) -> None:
         try:
             self._found.put(self._record.read())
         except Exception:  # noqa: BLE001 - purges report the failure
@@ -170,20 +170,20 @@ class ShutdownSave:
                 self._record.persist_priorities(self._index.retention.hints(tier_index))
         return is_whole and self._saver.num_dropped_blocks.total() == num_dropped_blocks
 
-    def _save(self, num_left: int, deadline_s: float) -> tuple[list[list[bytes]], bool]:
-        """Save at most `num_left` blocks. Saving more would evict the first ones again.
+    def _save(self, max_blocks: int, deadline_s: float) -> tuple[list[list[bytes]], bool]:
+        """Save at most `max_blocks` blocks. Saving more would evict those that were saved first.
 
         Returns:
             The keys of the blocks in the order in which they were saved, and whether all saves ended within the limit.
         """
         saved: list[list[bytes]] = []
         for node, start, end in self._runs():
-            saved.append(self._index.queue(node, start, min(end, start + num_left), ["disk"]))
-            num_left -= len(saved[-1])
+            saved.append(self._index.queue(node, start, min(end, start + max_blocks), ["disk"]))
+            max_blocks -= len(saved[-1])
             self._saver.flush()
             if not self._saver.wait(max(0.0, deadline_s - time.monotonic())):
                 return saved, False
-            if not num_left:
+            if not max_blocks:
                 break
         return saved, self._saver.wait(max(0.0, deadline_s - time.monotonic()))
 

@@ -36,7 +36,7 @@ class RetriedCalls(Generic[T]):
             call: future of the number of deleted blocks, None if the call fails.
         """
         self._in_flight[call] = task
-        call.add_done_callback(self._end)
+        call.add_done_callback(self._queue_ended)
 
     def add_failed(self, task: T) -> None:
         """Add a task whose call has not been made, so that `take_failed` returns it."""
@@ -64,7 +64,7 @@ class RetriedCalls(Generic[T]):
         ended, in_flight = wait(list(self._in_flight), limit_s)  # callbacks may run after `wait` has returned
         return not in_flight and not self.has_failed and all(map(_has_succeeded, ended))
 
-    def _end(self, call: Future[int | None]) -> None:
+    def _queue_ended(self, call: Future[int | None]) -> None:
         """Queue the result of a call. Runs on the thread that ends the call."""
         self._ended.put(call)
         if not _has_succeeded(call):

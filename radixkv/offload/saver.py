@@ -79,17 +79,18 @@ class Saver:
         self._record = record
         self.max_waiting_blocks = max_bytes // mover.payload_bytes
         self._num_free_blocks = self.max_waiting_blocks
-        self._open: dict[Future[PutResult | None], _Save] = {}  # calls whose results were not processed yet
+        # Calls whose results were not processed yet.
+        self._in_flight: dict[Future[PutResult | None], _Save] = {}
         self._ended: queue.SimpleQueue[Future[PutResult | None]] = queue.SimpleQueue()
 
     @property
     def has_waiting(self) -> bool:
         """Whether saves are in flight, or their results were not processed yet."""
-        return bool(self._open)
+        return bool(self._in_flight)
 
     def victims(self, name: str) -> list[bytes]:
         """List the keys that a tier was asked to evict in saves that are in flight. Complexity: O(these keys)."""
-        return [key for save in self._open.values() if save.name == name for key in save.victims]
+        return [key for save in self._in_flight.values() if save.name == name for key in save.victims]
 
     def flush(self) -> None:
         """Copy and save evicted blocks."""
@@ -121,16 +122,16 @@ class Saver:
         """Pass copies to the tiers, without waiting for them."""
         for name, tier in self._tiers.items():
             victims = copies.victims[name]
-            wanted = [(each, payload) for each, payload in copies.blocks if name in each.tiers]
-            if not wanted and not victims:
+            tier_copies = [(each, payload) for each, payload in copies.blocks if name in each.tiers]
+            if not tier_copies and not victims:
                 continue
             if name == "disk" and self._record is not None:
-                for namespace in {each.block.namespace for each, _ in wanted}:
+                for namespace in {each.block.namespace for each, _ in tier_copies}:
                     self._record.note(namespace)
-            objects = [_object(each, payload, tier, copies.wait) for each, payload in wanted]
+            objects = [_object(each, payload, tier, copies.wait) for each, payload in tier_copies]
             self._num_free_blocks -= len(objects)
             saved = tier.save(objects, victims)
-            self._open[saved] = _Save(name, [each.key for each in objects], victims)
+            self._in_flight[saved] = _Save(name, [each.key for each in objects], victims)
             saved.add_done_callback(self._ended.put)
 
     def note_ended(self) -> None:
@@ -167,7 +168,7 @@ class Saver:
             self._delete(name, older)
 
     def _note_end(self, saved: Future[PutResult | None]) -> None:
-        name, keys, victims = self._open.pop(saved)
+        name, keys, victims = self._in_flight.pop(saved)
         result = None if saved.cancelled() else saved.result()
         self._num_free_blocks += len(keys)
         if result is None:  # the call may still store them later
@@ -178,12 +179,14 @@ class Saver:
         successes = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
         refused = [key for key, outcome in outcomes if outcome not in successes]
         unsent = {key for key, outcome in outcomes if outcome is PutOutcome.NOT_SENT}
-        absent = {key for key in unsent if not self._index.tiers[name].may_have(key)}
+        never_there = {key for key in unsent if not self._index.tiers[name].may_have(key)}
         self._index.stored(name, [key for key, outcome in outcomes if outcome in successes])
         # If an evicted key is pending, the device has evicted the block again, and a later save stores it.
         evicted = filter(self._index.tiers[name].holds, result.evicted)
         self._index.lost(name, [*refused, *evicted])
-        gone = set(result.evicted) - set(keys) | absent  # other victims were not evicted, or were purged
+        # The tier certainly lacks blocks that were never there, and evicted blocks that this call did not store again.
+        # It may hold any other victim: its store did not need the space.
+        gone = (set(result.evicted) - set(keys)) | never_there
         self._delete(name, [key for key in (*keys, *victims) if key not in gone])
 
     def _delete(self, name: str, keys: Sequence[bytes]) -> None:

@@ -63,7 +63,7 @@ class Touches:
         self._clock = clock
         self._wake = wake
         self._due_s = clock()
-        self._num_open = 0
+        self._num_in_flight = 0
         self._results: queue.SimpleQueue[_Touched] = queue.SimpleQueue()
         self._num_allowed_rewrites = float(_MAX_REWRITES)  # as of `_budgeted_s`
         self._budgeted_s = self._due_s
@@ -72,22 +72,22 @@ class Touches:
         """Return the seconds until `process_results` or `send` must be called; None if neither has anything to do."""
         if not self._results.empty():
             return 0.0
-        if self._num_open or not self._index.used_nodes:
+        if self._num_in_flight or not self._index.used_nodes:
             return None
         return max(0.0, self._due_s - self._clock())
 
     def send(self) -> None:
         """Touch the blocks that were used since the last touch, if the next touch is due."""
         now_s = self._clock()
-        if not self._tiers or now_s < self._due_s or self._num_open or not self._index.used_nodes:
+        if not self._tiers or now_s < self._due_s or self._num_in_flight or not self._index.used_nodes:
             return
         used = self._index.used_nodes.take(_KEYS_PER_TOUCH)
         self._due_s = now_s + max(_PERIOD_S, len(used) / _KEYS_PER_S)
         for name, tier in self._tiers.items():
             keys = [key for key in used if not self._index.tiers[name].is_pending(key)]
             if keys:
-                self._num_open += 1
-                tier.touch(keys).add_done_callback(partial(self._end, name, keys))
+                self._num_in_flight += 1
+                tier.touch(keys).add_done_callback(partial(self._queue_result, name, keys))
 
     def process_results(self) -> None:
         """Process the results of touches: queue the blocks that a store has lost and the device still has."""
@@ -97,18 +97,18 @@ class Touches:
     def finish(self, limit_s: float) -> None:
         """On shutdown, touch the blocks used since the last touch, and queue lost blocks, within `limit_s` seconds."""
         deadline_s = time.monotonic() + limit_s
-        while self._num_open or self._index.used_nodes:
+        while self._num_in_flight or self._index.used_nodes:
             self._due_s = self._clock()
             self.send()
             try:
-                if self._num_open:
+                if self._num_in_flight:
                     self._process(self._results.get(timeout=max(0.0, deadline_s - time.monotonic())))
             except queue.Empty:
                 return
 
     def _process(self, touched: _Touched) -> None:
         tier, keys, are_there = touched
-        self._num_open -= 1
+        self._num_in_flight -= 1
         if are_there is None:
             return
         gone = [key for key, is_there in zip(keys, are_there, strict=True) if not is_there]
@@ -123,11 +123,12 @@ class Touches:
         self._num_allowed_rewrites = min(float(_MAX_REWRITES), self._num_allowed_rewrites + earned)
         self._budgeted_s = now_s
         self._index.lost(tier, gone)
-        num_blocks = self._index.store_again(tier, gone[max(0, len(gone) - int(self._num_allowed_rewrites)) :])
+        first = max(0, len(gone) - int(self._num_allowed_rewrites))  # beginnings of prompts come last in `gone`
+        num_blocks = self._index.store_again(tier, gone[first:])
         self._num_allowed_rewrites -= num_blocks
         self.num_rewritten_blocks[tier] += num_blocks
 
-    def _end(self, tier: str, keys: Sequence[bytes], touched: Future[list[bool] | None]) -> None:
+    def _queue_result(self, tier: str, keys: Sequence[bytes], touched: Future[list[bool] | None]) -> None:
         """Queue a result. Runs on the thread that ends the call."""
         self._results.put(_Touched(tier, keys, None if touched.cancelled() else touched.result()))
         self._wake()

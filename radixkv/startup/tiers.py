@@ -112,7 +112,7 @@ class Stores:
         Returns:
             The tiers, and the parts of K/V transfers between servers, which are None if transfers are disabled.
         """
-        self.index.read_public_prefixes(cache.public.tokens_of)
+        self.index.set_tokens_of_prefix(cache.public.tokens_of)
         timers = TimerThread()
         tiers = {name: self._tier(name, backend, timers) for name, backend in self.backends.items()}
         disk = self.backends.get("disk")

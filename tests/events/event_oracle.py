@@ -76,7 +76,7 @@ class WatchedCache:
             return -1
         expected = self.expected(cache)
         assert self.reader.blocks == expected
-        assert self.feed._blocks.num_blocks == len(expected)
+        assert self.feed._stored_blocks.num_blocks == len(expected)
         return len(expected)
 
     def expected(self, cache: PrefixCache) -> dict[int, tuple[int | None, bytes, str]]:

@@ -76,7 +76,7 @@ class Watched:
         self.feed = TreeFeed(self.log, event_block_size, BLOCK, self.identities)
         self.feed.follow(self.index)
         self.cache = PrefixCache(num_blocks, BLOCK, listeners=[self.feed, self.index])
-        self.index.read_public_prefixes(self.cache.public.tokens_of)
+        self.index.set_tokens_of_prefix(self.cache.public.tokens_of)
         self.reader = Reader()
         self.number = self.log.start
         if is_on:
@@ -160,7 +160,7 @@ def test_a_block_that_a_store_dropped_or_never_got_is_forgotten() -> None:
     assert (watched.publish().of("host"), len(watched.reader.of("disk"))) == (set(), 6)
     watched.index.lost("disk", keys)
     assert watched.publish().of("disk") == set()
-    assert watched.feed._stores.known() == []
+    assert watched.feed._store_feed.tracked_blocks() == []
 
 
 def test_blocks_of_an_earlier_process_are_reported_when_a_prompt_finds_them() -> None:
@@ -270,4 +270,4 @@ def test_events_match_the_contents_of_stores_after_random_operations() -> None:
             for name in ("host", "disk"):
                 assert reader.of(name) == watched.held(name), (seed, name)
             known = {key for tier_index in watched.tiers for key in tier_index}
-            assert set(watched.feed._stores._known) <= known
+            assert set(watched.feed._store_feed._tracked) <= known

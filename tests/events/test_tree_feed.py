@@ -203,7 +203,7 @@ def test_a_bug_ends_the_log_and_nothing_else(monkeypatch: pytest.MonkeyPatch) ->
     answer: Future[Snapshot] = Future()
     watch.feed.request_snapshot(answer)
     publish(cache, tokens(1, 2, 3, 4))
-    monkeypatch.setattr(watch.feed._blocks, "process", lambda *_: 1 / 0)
+    monkeypatch.setattr(watch.feed._stored_blocks, "process", lambda *_: 1 / 0)
     watch.feed.publish()
     assert isinstance(watch.log.error, InvariantViolation)
     assert isinstance(answer.exception(0), InvariantViolation)

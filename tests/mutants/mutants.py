@@ -728,7 +728,7 @@ EVENT_MUTANTS = (
     Mutant("events/stored_blocks.py", "        lower.before = upper.end\n", ""),
     Mutant("events/stored_blocks.py", "if is_purged and self.num_blocks == 0:", "if is_purged:"),
     Mutant("events/stored_blocks.py", "            max_blocks -= 1\n", ""),
-    Mutant("events/tree_feed.py", "tail = above.tokens[-(size - len(tail)) :] + tail", "tail = above.tokens"),
+    Mutant("events/tree_feed.py", "tail = above.tokens[-(tail_bytes - len(tail)) :] + tail", "tail = above.tokens"),
     Mutant(
         "events/tree_feed.py", "if self._snapshot_requests and not self._changes and", "if self._snapshot_requests and"
     ),
@@ -738,18 +738,18 @@ EVENT_MUTANTS = (
     Mutant("events/event_log.py", " or batch.sequence_number != number + 1:", ":"),
     Mutant("events/block_identity.py", '(self._tenant, "", "", "")', '(namespace.tenant, "", "", "")'),
     Mutant("events/block_identity.py", "namespace[1:] ==", "(*namespace[1:4], '') =="),
-    Mutant("events/block_identity.py", '            digest.update(len(data).to_bytes(8, "little"))\n', ""),
+    Mutant("events/block_identity.py", '            digest.update(len(encoded_field).to_bytes(8, "little"))\n', ""),
     Mutant("events/block_identity.py", "for field in namespace:", "for field in namespace[:-1]:"),
     Mutant("events/readers.py", "        self._is_waking = False  #", "        pass  #"),
-    Mutant("events/store_feed.py", "and store not in known.stores:", "and not known.stores:"),
+    Mutant("events/store_feed.py", "and store not in tracked.stores:", "and not tracked.stores:"),
     Mutant(
         "events/store_feed.py",
-        "        if store in known.stores:\n            stores =",
+        "        if store in tracked.stores:\n            stores =",
         "        if True:\n            stores =",
     ),
-    Mutant("events/store_feed.py", "            del self._known[key]\n", "            pass\n"),
+    Mutant("events/store_feed.py", "            del self._tracked[key]\n", "            pass\n"),
     Mutant("events/store_feed.py", "                if tier_index.holds(block.key):\n", "                if True:\n"),
-    Mutant("events/store_feed.py", "if each[1].namespace == namespace", "if True"),
+    Mutant("events/store_feed.py", "if block.namespace == namespace and", "if"),
     Mutant("events/store_feed.py", "max_changes = 1 + max_blocks * self", "max_changes = 2**30 + max_blocks * self"),
 )
 
@@ -814,8 +814,10 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/index/offload_index.py", "        self._node_keys.shortened(leaf, num_kept_blocks)\n", ""),
     Mutant("offload/index/retention.py", "before == hint or before.priority", "before.priority"),
     Mutant("offload/index/retention.py", "before == hint or before.priority > hint.priority", "before == hint"),
-    Mutant("offload/index/retention.py", "have_it = before is not None and (", "have_it = before is None or ("),
-    Mutant("offload/index/retention.py", "if have_it or hint.priority < DEFAULT_PRIORITY:", "if have_it:"),
+    Mutant(
+        "offload/index/retention.py", "path_has_hint = before is not None and (", "path_has_hint = before is None or ("
+    ),
+    Mutant("offload/index/retention.py", "if path_has_hint or hint.priority < DEFAULT_PRIORITY:", "if path_has_hint:"),
     Mutant(
         "offload/index/offload_index.py",
         "    def cut(self, lower: Node) -> None:\n",
@@ -870,8 +872,8 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant(
         "offload/index/offload_index.py",
-        "        if self._shared:\n            self.queue(",
-        "        if False:\n            self.queue(",
+        "        if self._shared:\n            # The block",
+        "        if False:\n            # The block",
     ),
     Mutant(
         "offload/index/offload_index.py",
@@ -931,10 +933,10 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/restart.py", "for keys in reversed(saved):", "for keys in saved:"),
     Mutant("offload/restart.py", "            self._record.persist_order(list(tier_index))\n", "            pass\n"),
     Mutant("offload/restart.py", "key=lambda node: (-node.last_used_s", "key=lambda node: (node.last_used_s"),
-    Mutant("offload/restart.py", "            num_left -= len(saved[-1])\n", ""),
+    Mutant("offload/restart.py", "            max_blocks -= len(saved[-1])\n", ""),
     Mutant("offload/restart.py", "        while self._reader.is_alive():\n", "        while False:\n"),
     Mutant("offload/restart.py", "        self._reader.join(limit_s)\n", ""),
-    Mutant("offload/restart.py", "elif is_read and not self.has_failed:", "elif not self.has_failed:"),
+    Mutant("offload/restart.py", "elif is_scanned and not self.has_failed:", "elif not self.has_failed:"),
     Mutant("offload/restart.py", "            if knows_disk:\n", "            if True:\n"),
     Mutant(
         "offload/index/offload_index.py",
@@ -967,7 +969,7 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/deleter.py", " and not tier_index.holds(key)]:", " and tier_index.holds(key)]:"),
     Mutant(
         "offload/deleter.py",
-        "            self._calls.add_failed(_Keys(name, undecided))\n",
+        "            self._calls.add_failed(_DeleteTask(name, undecided))\n",
         "            pass\n",
     ),
     Mutant(
@@ -975,7 +977,11 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("offload/offload.py", "self._loader.has_ended or self._lookups.has_ended", "self._lookups.has_ended"),
     Mutant("offload/offload.py", "if self._clock() >= self._next_retry_s and (", "if ("),
-    Mutant("offload/offload.py", '            own.append(Deletion("disk", failed_deletion()))\n', "            pass\n"),
+    Mutant(
+        "offload/offload.py",
+        '            deletions.append(Deletion("disk", failed_deletion()))\n',
+        "            pass\n",
+    ),
     Mutant("offload/restart.py", "                self._delete(left_out)\n", "                pass\n"),
     Mutant("offload/restart.py", "            self.has_failed = True\n", ""),
     Mutant("offload/restart.py", "_slices, self.has_failed = None, True", "has_failed = True"),
@@ -986,7 +992,7 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/restart.py", "            self._record.tidy(self._tier_index.owned)\n", "            pass\n"),
     Mutant("offload/restart.py", "min(_SAVED_AT_ONCE, self._saver.max_waiting_blocks)", "_SAVED_AT_ONCE"),
     Mutant("offload/restart.py", "is_whole and self._saver.num_dropped", "is_whole or self._saver.num_dropped"),
-    Mutant("offload/saver.py", " - set(keys) | absent", " - set(keys)"),
+    Mutant("offload/saver.py", " - set(keys)) | never_there", " - set(keys))"),
     Mutant("offload/offload.py", "        self._saver.note_ended()\n", ""),
     Mutant("offload/saver.py", " if not self._index.tiers[name].may_have(key)}", "}"),
     Mutant("offload/saver.py", "            self._delete(name, older)\n", ""),
@@ -1015,7 +1021,7 @@ OFFLOAD_MUTANTS = (
         "run = run[: pending.load.count_loaded(run)]",
         "run = [each for each in run if each.block.key in pending.load.blocks]",
     ),
-    Mutant("offload/loader.py", "            self._index.lost(tier, blocks.lost)\n", ""),
+    Mutant("offload/loader.py", "            self._index.lost(tier, outcome.lost)\n", ""),
     Mutant("offload/tiers/slot_table.py", "return None if entry.num_readers else key", "return key"),
     Mutant(
         "offload/offload.py",
@@ -1024,13 +1030,13 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant(
         "offload/block_keys.py",
-        'own + num_plain.to_bytes(4, "little") + digest.encode()',
-        "own + digest.encode()",
+        'block_tokens + num_plain.to_bytes(4, "little") + digest.encode()',
+        "block_tokens + digest.encode()",
     ),
     Mutant(
         "offload/block_keys.py",
-        'own + num_plain.to_bytes(4, "little") + digest.encode()',
-        'own + num_plain.to_bytes(4, "little")',
+        'block_tokens + num_plain.to_bytes(4, "little") + digest.encode()',
+        'block_tokens + num_plain.to_bytes(4, "little")',
     ),
     Mutant("offload/saver.py", "            self._delete(name, (*keys, *victims))\n", ""),
     Mutant("offload/saver.py", " - set(keys)", ""),
@@ -1051,11 +1057,11 @@ OFFLOAD_MUTANTS = (
         " or self._is_at_ceiling(namespace.tenant):\n            victim",
         ":\n            victim",
     ),
-    Mutant("offload/index/tier_index.py", "if other == tenant or self._is_above_floor(other)]", "]"),
+    Mutant("offload/index/tier_index.py", "if owner == tenant or self._is_above_floor(owner)]", "]"),
     Mutant(
         "offload/index/tier_index.py",
-        "other == tenant or self._is_above_floor(other)",
-        "self._is_above_floor(other)",
+        "owner == tenant or self._is_above_floor(owner)",
+        "self._is_above_floor(owner)",
     ),
     Mutant("offload/index/tier_index.py", "and victim.level <= priority", ""),
     Mutant(
@@ -1063,20 +1069,26 @@ OFFLOAD_MUTANTS = (
         "len(self.retained) >= self.retained_share * self.num_blocks or ",
         "",
     ),
-    Mutant("offload/index/tier_index.py", " or len(own) >= max_retained:", ":"),
+    Mutant("offload/index/tier_index.py", " or len(priorities) >= max_retained:", ":"),
     Mutant("offload/index/tier_index.py", "            self.retained.remove(key)\n", ""),
-    Mutant("offload/index/tier_index.py", "oldest is None or own[oldest] > priority", "True"),
+    Mutant("offload/index/tier_index.py", "oldest is None or priorities[oldest] > priority", "True"),
     Mutant("offload/index/retention.py", "in reversed(list(enumerate(path)))", "in enumerate(path)"),
     Mutant("offload/index/retention.py", "list(filter(self._is_stored, path)), num_before", "path, start"),
     Mutant(
         "offload/index/retention.py",
-        "            self._retentions.forget(block.key)\n",
+        "            self._hints.forget(block.key)\n",
         "            pass\n",
     ),
-    Mutant("offload/index/retention.py", "tenant if tenant in largest else next", "next"),
-    Mutant("offload/index/retention.py", "self._of_size[self._max_tenant_keys]", "self._of_size[min(self._of_size)]"),
-    Mutant("offload/index/retention.py", " or self._max_tenant_keys not in self._of_size:", ":"),
-    Mutant("offload/index/retention.py", "            del self._of_size[before][tenant]\n", "            pass\n"),
+    Mutant("offload/index/retention.py", "tenant if tenant in largest_tenants else next", "next"),
+    Mutant(
+        "offload/index/retention.py",
+        "self._tenants_by_size[self._max_tenant_keys]",
+        "self._tenants_by_size[min(self._tenants_by_size)]",
+    ),
+    Mutant("offload/index/retention.py", " or self._max_tenant_keys not in self._tenants_by_size:", ":"),
+    Mutant(
+        "offload/index/retention.py", "            del self._tenants_by_size[before][tenant]\n", "            pass\n"
+    ),
     Mutant("offload/index/retention.py", "not tier_index.is_on_device(key) and ", ""),
     Mutant(
         "offload/index/retention.py",
@@ -1088,9 +1100,9 @@ OFFLOAD_MUTANTS = (
         "            elif hint.priority > DEFAULT_PRIORITY:\n",
         "            else:\n",
     ),
-    Mutant("offload/index/retention.py", "max(known, hint, key=lambda each: each.rank)", "hint"),
+    Mutant("offload/index/retention.py", "max(present, hint, key=lambda each: each.rank)", "hint"),
     Mutant("offload/index/retention.py", "key=lambda each: each.rank", "key=lambda each: each.priority"),
-    Mutant("offload/index/retention.py", "        return oldest\n", "        return None\n"),
+    Mutant("offload/index/retention.py", "        return reset_key\n", "        return None\n"),
     Mutant("offload/index/offload_index.py", "        self.retention.purge(*names)\n", ""),
     Mutant("cache/prefix_cache.py", "(*listeners, *own_listeners,", "(*own_listeners, *listeners,"),
     Mutant("offload/offload.py", "        self.index.retention.expire(self._clock())\n", ""),
@@ -1103,8 +1115,8 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/disk_record.py", "namespace if owners.get(tags, namespace) == namespace else None", "namespace"),
     Mutant(
         "offload/load_or_compute.py",
-        "line.at(num_blocks + self._num_queued_blocks.get(tier, 0))",
-        "line.at(num_blocks)",
+        "load_fit.at(num_blocks + self._num_queued_blocks.get(tier, 0))",
+        "load_fit.at(num_blocks)",
     ),
 )
 
@@ -1377,12 +1389,12 @@ PART_MUTANTS = (
     Mutant("offload/index/offload_index.py", "            tier_index.partless.add(block.key)\n", "            pass\n"),
     Mutant(
         "offload/index/offload_index.py",
-        "        if has_part:\n            tier_index.expect(block.key)\n            return True\n",
+        "        if has_part:\n            tier_index.begin_rewrite(block.key)\n            return True\n",
         "",
     ),
     Mutant(
         "offload/index/offload_index.py",
-        "            tier_index.expect(block.key)\n            return True\n        tier_index.note_stored",
+        "            tier_index.begin_rewrite(block.key)\n            return True\n        tier_index.note_stored",
         "            return True\n        tier_index.note_stored",
     ),
     Mutant(
@@ -1402,11 +1414,11 @@ PART_MUTANTS = (
         "            self._cache.touch(request.namespace, request.tokens)\n",
         "            pass\n",
     ),
-    Mutant("offload/loader.py", "known if known.size == first_block else own", "own"),
+    Mutant("offload/loader.py", "cached if cached.size == first_block else own", "own"),
     Mutant(
         "offload/loader.py",
-        "            self.leave(request)\n            return start\n",
-        "            self.leave(request)\n            return max(start, end * size)\n",
+        "            self.leave(request)\n            return num_cached_tokens\n",
+        "            self.leave(request)\n            return max(num_cached_tokens, end_block * block_size)\n",
     ),
     Mutant(
         "offload/loader.py",
@@ -1420,7 +1432,7 @@ PART_MUTANTS = (
     ),
     Mutant(
         "offload/loader.py",
-        "        run = run[: self._num_usable(request.namespace, before, have_parts)]\n",
+        "        run = run[: self._num_usable(request.namespace, ids_before, have_parts)]\n",
         "",
     ),
 )
@@ -1442,12 +1454,14 @@ STORE_MUTANTS = (
         "                        self._table.abandon(each.key, slot)\n",
         "                        pass\n",
     ),
-    Mutant("offload/tiers/disk.py", "        self._files.clear_lines(useless)\n        return", "        return"),
+    Mutant("offload/tiers/disk.py", "        self._files.clear_lines(useless_slots)\n        return", "        return"),
     Mutant("offload/tiers/disk.py", "        self._files.clear_lines(np.flatnonzero(is_useless).tolist())\n", ""),
     Mutant("offload/tiers/disk.py", "            self._files.sync_lines()  # loads", "            pass  # loads"),
     Mutant("offload/tiers/slot_files.py", "lines[end].slot != lines[end - 1].slot + 1", "end == len(lines)"),
-    Mutant("offload/tiers/slot_files.py", "first + rest[:more], rest[more:]", "first + rest[:more], rest"),
-    Mutant("offload/tiers/slot_files.py", "return min(count, size), None", "return count, None"),
+    Mutant(
+        "offload/tiers/slot_files.py", "first + body[:num_moved], body[num_moved:]", "first + body[:num_moved], body"
+    ),
+    Mutant("offload/tiers/slot_files.py", "return min(num_read, head_bytes), None", "return num_read, None"),
     Mutant("offload/tiers/slot_files.py", "in (self._heads, self._blocks):", "in (self._blocks,):"),
     Mutant("offload/tiers/slot_files.py", "_round_up(head_bytes + CHECKSUM_BYTES), ", "_round_up(head_bytes), "),
     Mutant("offload/tiers/slot_files.py", "for each in files[1:]))", "for each in files[2:]))"),
@@ -1578,14 +1592,14 @@ EXPLAIN_MUTANTS = (
     Mutant("explain/realignment.py", " - run.branch_span, -run.prompt_span", " - run.branch_span, 0"),
     Mutant("explain/kinds.py", "text, max(0, start - _MAX_MATCH_CHARS), end + _MAX_MATCH_CHARS", "text"),
     Mutant("explain/kinds.py", "np.minimum(counts[at], other_counts[other_at])", "counts[at]"),
-    Mutant("explain/comparison.py", "if max(map(len, sides)) > _MAX_TEXT_CHARS:", "if False:"),
+    Mutant("explain/comparison.py", "if max(map(len, side_texts)) > _MAX_TEXT_CHARS:", "if False:"),
     Mutant(
         "engine/stats_collector.py", "self._token_times.get(tenant)", "next(iter(self._token_times.values()), None)"
     ),
     Mutant("explain/realignment.py", "2 * (prompt_start + branch_start) + MIN_EQUAL_TOKENS", "0"),
     Mutant("explain/realignment.py", "if run.equal_tokens < MIN_EQUAL_TOKENS:", "if False:"),
     Mutant("explain/kinds.py", "other_counts >= own_counts", "other_counts > 0"),
-    Mutant("explain/explanation.py", "place.equal_tokens > num_equal", "False"),
+    Mutant("explain/explanation.py", "equal_tokens > max_equal_tokens", "False"),
     Mutant(
         "service/server/auth/authorizer.py",
         "            message.omit_cached_text = True\n",
@@ -1601,8 +1615,8 @@ DOCTOR_MUTANTS = (
     Mutant("explain/kinds.py", " or _is_replaced(prompt, branch, place):", ":"),
     Mutant(
         "explain/kinds.py",
-        "(num_equal := num_equal_tokens(prompt[one:], branch[other:])) <= one:",
-        "(num_equal := 0) > one:",
+        "(num_equal := num_equal_tokens(prompt[end.prompt_end :], branch[end.branch_end :])) <= end.prompt_end:",
+        "(num_equal := 0) > end.prompt_end:",
     ),
     Mutant("doctor/examination.py", "key=lambda each: each[0], reverse=True", "key=lambda each: each[0]"),
     Mutant("doctor/examination.py", "start = self.start if self.is_permuted else end", "start = end"),

@@ -239,7 +239,7 @@ def test_retention_survives_a_process_that_ends_during_its_scan(tmp_path: Path) 
     offload = bench.offload
     tier_index = bench.index.tiers["disk"]
     offload._disk_scan = DiskScan(record, tier_index, bench.index.retention, lambda keys: None)
-    offload._last_save = ShutdownSave(bench.cache, bench.index, offload._saver, record)
+    offload._shutdown_save = ShutdownSave(bench.cache, bench.index, offload._saver, record)
     threading.Timer(0.05, may_list.set).start()
     offload.close()
     disk.close()

@@ -57,12 +57,12 @@ def deleted_by(record: FakeRecord) -> Callable[[Sequence[bytes]], None]:
 def test_blocks_are_known_after_they_are_read_and_taken() -> None:
     record = FakeRecord()
     blocks, tier_index = scan_of(record)
-    reading = blocks.reading()
-    assert next(reading) is None
+    scan_steps = blocks.wait_for_end()
+    assert next(scan_steps) is None
     blocks.take()
     assert list(tier_index) == []
     record.may_answer.set()
-    assert set(reading) <= {None}
+    assert set(scan_steps) <= {None}
     assert not blocks.has_more
     assert list(tier_index) == [b"a", b"b"]
     assert tier_index.holds(b"a")
@@ -73,7 +73,7 @@ def test_blocks_stored_during_the_scan_are_evicted_after_earlier_ones() -> None:
     blocks, tier_index = scan_of(record)
     tier_index.add(b"new", ACME)
     record.may_answer.set()
-    assert set(blocks.reading()) <= {None}
+    assert set(blocks.wait_for_end()) <= {None}
     blocks.take()
     assert list(tier_index) == [b"a", b"b", b"new"]
 
@@ -82,7 +82,7 @@ def test_blocks_that_were_retained_are_evicted_last() -> None:
     record = FakeRecord(has_hints=True)
     blocks, tier_index = scan_of(record)
     record.may_answer.set()
-    assert set(blocks.reading()) <= {None}
+    assert set(blocks.wait_for_end()) <= {None}
     blocks.take()
     assert list(tier_index) == [b"b", b"a"]
     assert tier_index.priority_of(b"a") == 90
@@ -93,7 +93,7 @@ def test_a_failed_scan_is_logged_and_finds_nothing(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.ERROR):
         blocks, tier_index = scan_of(record)
         record.may_answer.set()
-        assert set(blocks.reading()) <= {None}
+        assert set(blocks.wait_for_end()) <= {None}
     assert list(tier_index) == []
     assert blocks.has_failed
     assert "tier disk: the scan failed" in caplog.text
@@ -105,13 +105,13 @@ def test_namespaces_are_forgotten_only_after_the_scan(caplog: pytest.LogCaptureF
     blocks.take()
     assert record.tidied == []
     record.may_answer.set()
-    assert set(blocks.reading()) <= {None}
+    assert set(blocks.wait_for_end()) <= {None}
     blocks.take()
     assert record.tidied == [[ACME]]
     broken = FakeRecord(StoreUnavailable("gone"))
     blocks, _ = scan_of(broken)
     broken.may_answer.set()
-    assert set(blocks.reading()) <= {None}
+    assert set(blocks.wait_for_end()) <= {None}
     blocks.take()
     assert broken.tidied == []
 
@@ -181,7 +181,7 @@ def test_a_failure_to_index_blocks_is_logged_once_and_no_namespace_is_forgotten(
     assert (blocks.has_more, blocks.has_failed) == (False, True)
     blocks.take()
     assert record.tidied == []
-    assert list(blocks.reading()) == []
+    assert list(blocks.wait_for_end()) == []
     assert not blocks.finish(PATIENCE_S)
 
 
@@ -197,7 +197,7 @@ def test_blocks_without_room_in_the_index_are_deleted() -> None:
     record = FakeRecord()
     blocks, tier_index = scan_of(record, num_blocks=1)
     record.may_answer.set()
-    assert set(blocks.reading()) <= {None}
+    assert set(blocks.wait_for_end()) <= {None}
     assert list(tier_index) == [b"b"]
     assert record.deleted == [b"a"]
 

@@ -186,7 +186,7 @@ class TieredBench(Bench):
             max_session_prompt_bytes=session_prompt_bytes,
             ledger=self.ledger,
         )
-        self.index.read_public_prefixes(self.cache.public.tokens_of)
+        self.index.set_tokens_of_prefix(self.cache.public.tokens_of)
         sizes = (PAYLOAD_BYTES, BYTES_WITHOUT_PART) if num_parts else (PAYLOAD_BYTES,)
         tiers = [Tier(name, store, sizes) for name, store in self.stores.items()]
         self.choice = LoadOrCompute(BLOCK_SIZE)

@@ -264,13 +264,13 @@ def test_a_restart_reports_stored_blocks_immediately(checkpoint: Path, tmp_path:
         ask(served, 1)
     with engine(checkpoint, *disk) as served:
         assert served.offload is not None
-        assert set(served.offload.reading()) <= {None}
+        assert set(served.offload.wait_for_scan()) <= {None}
         assert served.probe(prompt(1), Caller("acme")).result(PATIENCE_S).stored_tokens == 80
         (stats,) = served.stats(tenant="acme").result(PATIENCE_S).tenants
         assert stats.stored_blocks == {"disk": 5}
     with engine(checkpoint, *disk) as served:
         assert served.offload is not None
-        assert set(served.offload.reading()) <= {None}
+        assert set(served.offload.wait_for_scan()) <= {None}
         grant = served.retain(prompt(1), Retention(90), Caller("acme")).result(PATIENCE_S).grant
         assert grant.granted_tokens > 0
 
@@ -477,10 +477,10 @@ def test_altered_blocks_of_a_disk_are_computed_if_there_is_a_secret(
     heads, blocks = (bytearray((directory / name).read_bytes()) for name in ("heads", "blocks"))
     sizes, body_bytes = slot_sizes_of(directory)
     for slot in range(5):
-        head = heads[slot * sizes.head_room :][: sizes.head_bytes]
-        blocks[slot * sizes.body_room + 900] ^= 64
-        body = blocks[slot * sizes.body_room :][:body_bytes]
-        start = slot * sizes.head_room + sizes.head_bytes
+        head = heads[slot * sizes.head_slot_bytes :][: sizes.head_bytes]
+        blocks[slot * sizes.body_slot_bytes + 900] ^= 64
+        body = blocks[slot * sizes.body_slot_bytes :][:body_bytes]
+        start = slot * sizes.head_slot_bytes + sizes.head_bytes
         heads[start : start + 16] = xxh3_128_digest(bytes(head + body))
     (directory / "heads").write_bytes(heads)
     (directory / "blocks").write_bytes(blocks)

@@ -12,7 +12,7 @@ from sortedcontainers import SortedDict
 from radixkv.api.segments import StoredNamespace, StoredPage
 from radixkv.namespace import Namespace
 
-# Limits of one call of `page`, so that it takes under 1 ms of the engine's thread: namespaces passed, and listed.
+# Limits of one call of `page`, so that it takes under 1 ms of the engine's thread: examined and listed namespaces.
 MAX_PASSED = 1024
 MAX_LISTED = 256
 
@@ -28,7 +28,7 @@ class NamespaceKeys:
         self.num_by_tenant: Counter[str] = Counter()
         self._owners: dict[bytes, Namespace] = {}
         self._keys: dict[Namespace, set[bytes]] = {}
-        self._places: dict[Namespace, int] = {}
+        self._places: dict[Namespace, int] = {}  # numbers in the order in which the namespaces were added
         self._by_place: SortedDict[int, Namespace] = SortedDict()
         self._next_place = itertools.count()
 
@@ -47,7 +47,7 @@ class NamespaceKeys:
 
     @property
     def num_namespaces(self) -> int:
-        """Namespaces that have keys."""
+        """Number of namespaces that have keys."""
         return len(self._keys)
 
     def add(self, key: bytes, namespace: Namespace) -> None:
@@ -80,7 +80,7 @@ class NamespaceKeys:
         return len(self._keys.get(namespace, ()))
 
     def page(self, start: int, tenant: str | None, max_listed: int) -> StoredPage:
-        """List namespaces by position, from `start` on. A page may be empty although further pages follow.
+        """List namespaces by place, from the place `start` on. A page may be empty although further pages follow.
 
         A namespace that has blocks during a whole listing is on exactly one page.
 
@@ -95,5 +95,5 @@ class NamespaceKeys:
             namespace = self._by_place[place]
             if tenant is None or namespace.tenant == tenant:
                 listed.append(StoredNamespace(namespace, len(self._keys[namespace])))
-        # `num_compared` is not `num_passed`, which would reveal other tenants.
+        # `num_compared` does not count all examined namespaces, since that would reveal other tenants.
         return StoredPage(tuple(listed), next_place, len(listed), len(self._keys))

@@ -47,6 +47,7 @@ class NodeKeys:
         parent = self._key_after(node, start, parent)
         blocks = self._keyed(node, start, end, parent)
         keys = _keys_of(node)
+        # The node keeps at least the keys before `start`, and perhaps some of these blocks.
         keys.extend(block.key for block in blocks[len(keys) - start :])
         return blocks
 

@@ -78,9 +78,7 @@ class OffloadIndex(Listener):
         self.used_nodes = UsedNodes(block_size)
         self._shared = [tier_index.name for tier_index in tiers if tier_index.is_shared]
         self._part_of = part_of
-        self._tokens_of_prefix: Callable[[Namespace], bytes | None] = lambda namespace: (
-            None if namespace.public_prefix else b""
-        )
+        self._tokens_of_prefix: Callable[[Namespace], bytes | None] = _tokens_without_prefixes
         self._node_keys = NodeKeys(key_blocks, block_size)
         self._block_size = block_size
         self._block_bytes = block_size * TOKEN_BYTES
@@ -93,8 +91,8 @@ class OffloadIndex(Listener):
         for tier_index in self.tiers.values():
             tier_index.subscribe(listener)
 
-    def read_public_prefixes(self, tokens_of: Callable[[Namespace], bytes | None]) -> None:
-        """Set the function of the cache that returns the tokens of public prefixes; the cache is built after this.
+    def set_tokens_of_prefix(self, tokens_of: Callable[[Namespace], bytes | None]) -> None:
+        """Set the function of the cache that returns the tokens of public prefixes; the cache is built after the index.
 
         Args:
             tokens_of: returns the tokens of the public prefix above a namespace's tree; None if it is no longer
@@ -124,6 +122,7 @@ class OffloadIndex(Listener):
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
         """Queue the blocks at the end of a leaf that have become full, for the shared stores."""
         if self._shared:
+            # The block before the new ones may have been partly filled, and become full.
             self.queue(leaf, max(0, leaf.num_blocks - num_new_blocks - 1), leaf.num_blocks, self._shared)
             # Recorded as a use, so that the beginning of the prompt becomes the most recent in the store.
             self.used_nodes.add(leaf, leaf.start_bytes + len(leaf.tokens))
@@ -208,9 +207,9 @@ class OffloadIndex(Listener):
         wanted = set(keys)
         num_queued = len(self._evicted_blocks)
         for node in sorted(self.used_nodes.taken, key=lambda node: -node.start_bytes):  # a prompt's end first
-            places = [place for place, key in enumerate(node.keys or ()) if key in wanted]
-            if places:
-                self.queue(node, places[0], places[-1] + 1, [name])
+            indexes = [index for index, key in enumerate(node.keys or ()) if key in wanted]
+            if indexes:
+                self.queue(node, indexes[0], indexes[-1] + 1, [name])
         return len(self._evicted_blocks) - num_queued
 
     def note_evicted(self, name: str, keys: Sequence[bytes]) -> None:
@@ -269,7 +268,7 @@ class OffloadIndex(Listener):
             self.listener.identified(namespace, tokens, num_cached_blocks, [each.block for each in found])
         return found
 
-    def unknown(self, namespace: Namespace, tokens: bytes, num_cached_blocks: int) -> list[KeyedBlock]:
+    def find_unknown(self, namespace: Namespace, tokens: bytes, num_cached_blocks: int) -> list[KeyedBlock]:
         """List the blocks that follow the cached ones of a prompt and that no tier is known to hold.
 
         Args:
@@ -320,8 +319,8 @@ class OffloadIndex(Listener):
         self._evicted_blocks = [each for each in self._evicted_blocks if not each.block.namespace.is_among(*names)]
         keys: dict[str, list[bytes]] = {}
         for name, tier_index in self.tiers.items():
-            gone = [each for each in tier_index.owned if each.is_among(*names)]
-            keys[name] = [key for namespace in gone for key in tier_index.remove_all(namespace)]
+            purged = [each for each in tier_index.owned if each.is_among(*names)]
+            keys[name] = [key for namespace in purged for key in tier_index.remove_all(namespace)]
         return keys
 
     def drop_victims(self, name: str, is_chosen: Callable[[bytes], bool]) -> list[bytes]:
@@ -342,7 +341,7 @@ class OffloadIndex(Listener):
         if block.key in tier_index:
             tier_index.note_evicted(block.key, priority)
             if has_part and block.key in tier_index.partless:
-                tier_index.expect(block.key)
+                tier_index.begin_rewrite(block.key)
                 return True
             return False
         if not tier_index.has_room_for(block.namespace.tenant, priority):
@@ -358,10 +357,15 @@ class OffloadIndex(Listener):
         # The store was not yet asked to evict the block, so it still holds it, perhaps without its part.
         del victims[block.key]
         if has_part:
-            tier_index.expect(block.key)
+            tier_index.begin_rewrite(block.key)
             return True
         tier_index.note_stored(block.key)
         return False
+
+
+def _tokens_without_prefixes(namespace: Namespace) -> bytes | None:
+    """Return what `set_tokens_of_prefix` describes, as long as no public prefix is known."""
+    return None if namespace.public_prefix else b""
 
 
 def grant_stored(
@@ -387,18 +391,23 @@ def grant_stored(
         The total grant, on the device and in the tiers.
     """
     start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
-    cached = end - on_device.uncached_tokens
+    cached_end = end - on_device.uncached_tokens
     # If the cache refused a part of the range, later blocks get no priority, since they are useless after a gap.
-    end_kept = start + on_device.granted_tokens if on_device.refused_tokens else end
+    retained_end = start + on_device.granted_tokens if on_device.refused_tokens else end
     expires_s = None if retention.ttl_s is None else now_s + retention.ttl_s
-    first = start // block_size
-    last = -(-end_kept // block_size)
-    num_cached_blocks = cached // block_size
     hint = RetentionHint(retention.priority, expires_s)
-    num_granted, num_stored = offload_index.retain(namespace, tokens, first, last, num_cached_blocks, hint)
-    first = max(first, num_cached_blocks)
-    stored = max(cached, min(end, (first + num_stored) * block_size)) - cached
-    granted = max(cached, min(end, (first + num_granted) * block_size)) - cached
+
+    first_block = start // block_size
+    end_block = -(-retained_end // block_size)  # rounded up
+    num_cached_blocks = cached_end // block_size
+    num_granted, num_stored = offload_index.retain(namespace, tokens, first_block, end_block, num_cached_blocks, hint)
+
+    # From blocks to tokens between `cached_end` and `end`.
+    first_uncached_block = max(first_block, num_cached_blocks)
+    stored_tokens = max(cached_end, min(end, (first_uncached_block + num_stored) * block_size)) - cached_end
+    granted_tokens = max(cached_end, min(end, (first_uncached_block + num_granted) * block_size)) - cached_end
+    refused_tokens = stored_tokens - granted_tokens
+    uncached_tokens = end - cached_end - stored_tokens
     return on_device._replace(uncached_tokens=0).joined(
-        Grant(granted, stored - granted, end - cached - stored, expires_s if granted else None)
+        Grant(granted_tokens, refused_tokens, uncached_tokens, expires_s if granted_tokens else None)
     )

@@ -16,7 +16,7 @@ class KeyedBlock(NamedTuple):
         key: key of the block.
         parent: key of the block before it, or of the namespace's root.
         tokens: the block's own tokens without marks, little-endian uint32.
-        namespace: the namespace that owns the block. If an invoked adapter computed it, the adapter is part of it.
+        namespace: the namespace that owns the block; with the invoked adapter if one computed the block.
     """
 
     key: bytes
@@ -44,7 +44,7 @@ class StoredBlock(NamedTuple):
     Attributes:
         block: its key and tokens.
         tier: name of the fastest tier that holds it; `remote` if it was fetched from another server.
-        has_part: whether the tier also holds its part of windowed layers, as far as is known.
+        has_part: whether the tier also holds the block's part of windowed layers, as far as the index knows.
     """
 
     block: KeyedBlock

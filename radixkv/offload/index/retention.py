@@ -17,7 +17,7 @@ from radixkv.offload.index.prompt_blocks import KeyedBlock
 from radixkv.offload.index.tier_index import TierIndex
 
 _MAX_KEYS = 1 << 18  # about 100 MB
-_MAX_ENDED_AT_ONCE = 256
+_MAX_EXPIRED_AT_ONCE = 256
 
 
 class RetentionHint(NamedTuple):
@@ -50,10 +50,10 @@ class RetentionHints:
         self._max_keys = max_keys
         self._hints: dict[bytes, RetentionHint] = {}
         self._by_tenant: dict[str, OrderedDict[bytes, None]] = {}  # the latest last
-        self._of_size: dict[int, dict[str, None]] = {}  # tenants by the number of their keys
+        self._tenants_by_size: dict[int, dict[str, None]] = {}  # by the number of their keys
         self._max_tenant_keys = 0  # keys of the tenant with the most
         self._owned = NamespaceKeys()
-        self._ends: SortedSet[tuple[float, bytes]] = SortedSet()
+        self._expiries: SortedSet[tuple[float, bytes]] = SortedSet()
 
     def __len__(self) -> int:
         return len(self._hints)
@@ -78,22 +78,22 @@ class RetentionHints:
         self.forget(key)
         if hint.priority == DEFAULT_PRIORITY:
             return None
-        oldest = self._oldest(namespace.tenant) if len(self) == self._max_keys else None
-        if oldest is not None:
-            self.forget(oldest)
+        reset_key = self._key_to_reset(namespace.tenant) if len(self) == self._max_keys else None
+        if reset_key is not None:
+            self.forget(reset_key)
         self._hints[key] = hint
         own = self._by_tenant.setdefault(namespace.tenant, OrderedDict())
         own[key] = None
         self._resize(namespace.tenant, len(own) - 1, len(own))
         self._owned.add(key, namespace)
         if hint.expires_s is not None:
-            self._ends.add((hint.expires_s, key))
-        return oldest
+            self._expiries.add((hint.expires_s, key))
+        return reset_key
 
     def raise_to(self, key: bytes, namespace: Namespace, hint: RetentionHint) -> bytes | None:
         """Set the priority of a block, unless it already has a hint of a higher rank. Returns the same as `set`."""
-        known = self._hints.get(key, hint)
-        return self.set(key, namespace, max(known, hint, key=lambda each: each.rank))
+        present = self._hints.get(key, hint)
+        return self.set(key, namespace, max(present, hint, key=lambda each: each.rank))
 
     def forget(self, key: bytes) -> None:
         """Reset a block to the default priority."""
@@ -108,7 +108,7 @@ class RetentionHints:
             del self._by_tenant[tenant]
         self._owned.remove(key)
         if hint.expires_s is not None:
-            self._ends.remove((hint.expires_s, key))
+            self._expiries.remove((hint.expires_s, key))
 
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
         """Reset the blocks of all namespaces with these names, None for any."""
@@ -118,26 +118,27 @@ class RetentionHints:
 
     def expire(self, now_s: float) -> list[bytes]:
         """Reset blocks whose priority has expired, at most 256. Returns their keys."""
-        ended = [key for _, key in islice(self._ends.irange(maximum=(now_s, b"\xff" * 64)), _MAX_ENDED_AT_ONCE)]
-        for key in ended:
+        last = (now_s, b"\xff" * 64)  # not before any key that expires now
+        expired = [key for _, key in islice(self._expiries.irange(maximum=last), _MAX_EXPIRED_AT_ONCE)]
+        for key in expired:
             self.forget(key)
-        return ended
+        return expired
 
-    def _oldest(self, tenant: str) -> bytes:
+    def _key_to_reset(self, tenant: str) -> bytes:
         """Return the key that is reset when a tenant adds one at the limit."""
-        largest = self._of_size[self._max_tenant_keys]
-        loser = tenant if tenant in largest else next(iter(largest))
-        return next(iter(self._by_tenant[loser]))
+        largest_tenants = self._tenants_by_size[self._max_tenant_keys]
+        owner = tenant if tenant in largest_tenants else next(iter(largest_tenants))
+        return next(iter(self._by_tenant[owner]))
 
     def _resize(self, tenant: str, before: int, after: int) -> None:
         """Record that the number of a tenant's keys has changed by one."""
         if after:
-            self._of_size.setdefault(after, {})[tenant] = None
+            self._tenants_by_size.setdefault(after, {})[tenant] = None
         if before:
-            del self._of_size[before][tenant]
-            if not self._of_size[before]:
-                del self._of_size[before]
-        if after > self._max_tenant_keys or self._max_tenant_keys not in self._of_size:
+            del self._tenants_by_size[before][tenant]
+            if not self._tenants_by_size[before]:
+                del self._tenants_by_size[before]
+        if after > self._max_tenant_keys or self._max_tenant_keys not in self._tenants_by_size:
             self._max_tenant_keys = after
 
 
@@ -152,11 +153,11 @@ class StoredRetention:
 
     def __init__(self, tier_indexes: Mapping[str, TierIndex]) -> None:
         self._tier_indexes = [tier_index for tier_index in tier_indexes.values() if not tier_index.is_shared]
-        self._retentions = RetentionHints()
+        self._hints = RetentionHints()
 
     def priority_of(self, key: bytes) -> int:
         """Return the priority of a block."""
-        return self._retentions.of(key)
+        return self._hints.of(key)
 
     def note_evicted(
         self, blocks: Sequence[KeyedBlock], hint: RetentionHint, first: int, path: Iterator[KeyedBlock]
@@ -172,9 +173,9 @@ class StoredRetention:
             path: yields the blocks of the prompt; not read if the priority is below the default, or if the block before
                 `blocks` already has the same hint, including the expiry, or a higher priority.
         """
-        before = self._retentions.hint_of(blocks[0].parent) if blocks else None
-        have_it = before is not None and (before == hint or before.priority > hint.priority)
-        if have_it or hint.priority < DEFAULT_PRIORITY:
+        before = self._hints.hint_of(blocks[0].parent) if blocks else None
+        path_has_hint = before is not None and (before == hint or before.priority > hint.priority)
+        if path_has_hint or hint.priority < DEFAULT_PRIORITY:
             self.note(blocks, 0, hint)
         else:
             self.note(list(islice(path, first + len(blocks))), first, hint)
@@ -189,7 +190,7 @@ class StoredRetention:
             start: index in `path`.
             hint: the priority.
         """
-        self._give(path, start, hint, self._retentions.raise_to)
+        self._apply(path, start, hint, self._hints.raise_to)
 
     def set(self, path: Sequence[KeyedBlock], start: int, hint: RetentionHint) -> None:
         """Set the priority of the stored blocks from `start` on; see `note`.
@@ -197,13 +198,13 @@ class StoredRetention:
         Blocks that are not stored get no priority here: while they are on the device, the cache keeps their priority.
         """
         for block in path[start:]:
-            self._retentions.forget(block.key)
+            self._hints.forget(block.key)
         num_before = sum(self._is_stored(block) for block in path[:start])
-        self._give(list(filter(self._is_stored, path)), num_before, hint, self._retentions.set)
+        self._apply(list(filter(self._is_stored, path)), num_before, hint, self._hints.set)
 
     def hints(self, tier_index: TierIndex) -> list[tuple[bytes, RetentionHint]]:
         """List the blocks of a tier whose priority is not the default, in eviction order."""
-        found = ((key, self._retentions.hint_of(key)) for key in tier_index)
+        found = ((key, self._hints.hint_of(key)) for key in tier_index)
         return [(key, hint) for key, hint in found if hint is not None]
 
     def restore(self, tier_index: TierIndex, hints: Sequence[tuple[bytes, RetentionHint]]) -> None:
@@ -212,8 +213,9 @@ class StoredRetention:
         Blocks that already have a priority in this process keep it.
         """
         for key, hint in hints:
-            if key in tier_index and key not in self._retentions:
-                self._reorder(self._retentions.set(key, tier_index.owned[key], hint))
+            if key in tier_index and key not in self._hints:
+                reset_key = self._hints.set(key, tier_index.owned[key], hint)
+                self._reorder(reset_key)
                 self._reorder(key)
 
     def granted(self, blocks: Sequence[KeyedBlock], priority: int) -> tuple[int, int]:
@@ -224,32 +226,35 @@ class StoredRetention:
 
     def expire(self, now_s: float) -> None:
         """Reset expired priorities, at most 256."""
-        for key in self._retentions.expire(now_s):
+        for key in self._hints.expire(now_s):
             self._reorder(key)
 
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
         """Reset the blocks of all namespaces with these names, None for any."""
-        self._retentions.purge(tenant, adapter, salt)
+        self._hints.purge(tenant, adapter, salt)
 
-    def _give(
+    def _apply(
         self,
         path: Sequence[KeyedBlock],
         start: int,
         hint: RetentionHint,
-        give: Callable[[bytes, Namespace, RetentionHint], bytes | None],
+        set_hint: Callable[[bytes, Namespace, RetentionHint], bytes | None],
     ) -> None:
+        """Set the priority of the blocks from `start` on with `set_hint`, and raise that of the others if necessary."""
         for index, block in reversed(list(enumerate(path))):  # the beginning last, so that it is kept if not all can be
+            reset_key = None  # another block, which gets the default priority to make room
             if index >= start:
-                self._reorder(give(block.key, block.namespace, hint))
+                reset_key = set_hint(block.key, block.namespace, hint)
             elif hint.priority > DEFAULT_PRIORITY:
-                self._reorder(self._retentions.raise_to(block.key, block.namespace, hint))
+                reset_key = self._hints.raise_to(block.key, block.namespace, hint)
+            self._reorder(reset_key)
             self._reorder(block.key)
 
     def _reorder(self, key: bytes | None) -> None:
         """Move a block in the eviction orders if its priority has changed. None is ignored."""
         if key is None:
             return
-        priority = self._retentions.of(key)
+        priority = self._hints.of(key)
         for tier_index in self._tier_indexes:
             if key in tier_index and not tier_index.is_on_device(key) and tier_index.priority_of(key) != priority:
                 tier_index.note_evicted(key, priority)

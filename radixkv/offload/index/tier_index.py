@@ -134,7 +134,7 @@ class TierIndex:
         evicted first  [ also on the device )[ priority 0 ) ... [ priority 50 ) ... [ priority 100 )  evicted last
                          least recently loaded first              least recently evicted from the device first
 
-    A block is pending from `add` or `expect` until `note_stored`, and can't be loaded in the meantime.
+    A block is pending from `add` or `begin_rewrite` until `note_stored`, and can't be loaded in the meantime.
 
     A block that is also on the device is not needed in the tier until the device evicts it. If the tier still holds it
     then, it need not be written again.
@@ -185,7 +185,7 @@ class TierIndex:
         self._pending: set[bytes] = set()
         self._rewritten: set[bytes] = set()  # pending keys of which the store may hold an earlier object
         self._turns = itertools.count()
-        self._early_turns = itertools.count(-1, -1)
+        self._early_turns = itertools.count(-1, -1)  # of blocks that earlier processes left
 
     def subscribe(self, listener: StoreListener) -> None:
         """Notify a listener of the blocks that the tier holds from now on."""
@@ -256,7 +256,7 @@ class TierIndex:
         self._pending.add(key)
         return None if victim is None else victim.key
 
-    def expect(self, key: bytes) -> None:
+    def begin_rewrite(self, key: bytes) -> None:
         """Record that a block is being written again, now with its part."""
         self.partless.discard(key)
         self._pending.add(key)
@@ -349,7 +349,7 @@ class TierIndex:
         if not self._floored:
             return self._order.first
         orders = [self._order]
-        orders += [own for other, own in self._floored.items() if other == tenant or self._is_above_floor(other)]
+        orders += [order for owner, order in self._floored.items() if owner == tenant or self._is_above_floor(owner)]
         return min((first for order in orders if (first := order.first) is not None), default=None)
 
     def _is_above_floor(self, tenant: str) -> bool:
@@ -365,11 +365,11 @@ class TierIndex:
     def _retain(self, key: bytes, priority: int) -> bool:
         """Retain a key with a priority above the default. Returns whether the limits allow it."""
         tenant = self.owned[key].tenant
-        own = self._retained.get(tenant, {})
+        priorities = self._retained.get(tenant, {})
         max_retained = self._shares_of(tenant).retained * self.num_blocks
-        if len(self.retained) >= self.retained_share * self.num_blocks or len(own) >= max_retained:
-            oldest = next(iter(own), None)
-            if oldest is None or own[oldest] > priority:
+        if len(self.retained) >= self.retained_share * self.num_blocks or len(priorities) >= max_retained:
+            oldest = next(iter(priorities), None)
+            if oldest is None or priorities[oldest] > priority:
                 return False
             self._forget_retained(oldest)
             self._put_last(oldest, DEFAULT_PRIORITY)
@@ -379,10 +379,10 @@ class TierIndex:
 
     def _forget_retained(self, key: bytes) -> None:
         tenant = self.owned[key].tenant
-        own = self._retained.get(tenant, {})
-        if own.pop(key, None) is not None:
+        priorities = self._retained.get(tenant, {})
+        if priorities.pop(key, None) is not None:
             self.retained.remove(key)
-            if not own:
+            if not priorities:
                 del self._retained[tenant]
 
     def _put_last(self, key: bytes, level: int) -> None:

@@ -51,9 +51,8 @@ class ObjectFault(enum.Enum):
     FOREIGN = "foreign"  # not an object, or an object of another version, block or size
     DAMAGED = "damaged"  # the checksum differs
     OTHER_TOKENS = "other_tokens"
-    UNSEALED = (
-        "unsealed"  # not encrypted with the tenant's key, modified since, or encrypted although the tier has none
-    )
+    # Not encrypted with the tenant's key, modified afterwards, or encrypted although the tier has no key.
+    UNSEALED = "unsealed"
     UNAUTHENTIC = "unauthentic"  # not written by a server with the same secret, or modified
 
 
@@ -180,8 +179,8 @@ def object_bytes(num_tokens: int, payload_bytes: int, *, is_sealed: bool = False
     >>> object_bytes(64, 1_048_576)
     1048976
     """
-    extra = TAG_BYTES if is_sealed else _padding(num_tokens)
-    return HEAD_BYTES + num_tokens * TOKEN_BYTES + extra + payload_bytes + CHECKSUM_BYTES
+    tag_or_padding_bytes = TAG_BYTES if is_sealed else _padding(num_tokens)
+    return HEAD_BYTES + num_tokens * TOKEN_BYTES + tag_or_padding_bytes + payload_bytes + CHECKSUM_BYTES
 
 
 def read_head(data: memoryview | bytes) -> ObjectHead | None:
@@ -281,4 +280,5 @@ def _open_verified(data: memoryview, head: ObjectHead, wanted: Wanted) -> memory
 
 
 def _padding(num_tokens: int) -> int:
+    """Return the number of zeros after the tokens of an object that is not encrypted."""
     return -num_tokens * TOKEN_BYTES % _ALIGNMENT

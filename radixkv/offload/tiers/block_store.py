@@ -60,8 +60,8 @@ class StoreSize:
 class Loan:
     """The bytes of one object, lent by a store, which does not reuse them before the loan is released.
 
-    `release` or the end of a `with` releases it, and so does garbage collection, so that an abandoned result holds no
-    memory.
+    `release` or the end of a `with` statement releases the loan, and so does garbage collection, so that an abandoned
+    result holds no memory.
 
     Attributes:
         data: the object as it was stored; read-only. Must not be accessed after the release.

@@ -117,7 +117,7 @@ class DiskDirectory:
         except OSError as error:
             raise self._not_writable(error) from error
         try:
-            self._acquire()
+            self._lock_and_check_format()
         except BaseException:
             os.close(self._lock)
             raise
@@ -137,7 +137,7 @@ class DiskDirectory:
             if not (stat.S_ISDIR(mode) if path == self.path else stat.S_ISREG(mode)):
                 raise StoreUnavailable(f"tiers.disk_path: expected a directory of regular files only, got {path}")
 
-    def _acquire(self) -> None:
+    def _lock_and_check_format(self) -> None:
         """Lock the directory. Write the format of the blocks if none is recorded; otherwise require the same format."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,9 +157,9 @@ class DiskDirectory:
 
 def half_of_free(path: Path) -> int:
     """Return half of the free bytes at a path, which need not exist. Blocks of earlier processes count as free."""
-    ours = sum(file.stat().st_blocks * _STAT_BLOCK_BYTES for file in path.glob("*/*")) if path.is_dir() else 0
-    parent = next(each for each in (path, *path.absolute().parents) if each.is_dir())
-    return (shutil.disk_usage(parent).free + ours) // 2
+    own_bytes = sum(file.stat().st_blocks * _STAT_BLOCK_BYTES for file in path.glob("*/*")) if path.is_dir() else 0
+    existing = next(each for each in (path, *path.absolute().parents) if each.is_dir())
+    return (shutil.disk_usage(existing).free + own_bytes) // 2
 
 
 class DiskStore(StoreBackend):
@@ -202,11 +202,11 @@ class DiskStore(StoreBackend):
         self._sizes = SlotSizes.of(object_bytes, block_format.payload_bytes)
         self._max_slots = (half_of_free(path) if max_bytes is None else max_bytes) // self._sizes.slot_bytes
         if not self._max_slots:
-            raise StoreUnavailable(_no_room(path, self._sizes.slot_bytes, max_bytes))
+            raise StoreUnavailable(_no_room_message(path, self._sizes.slot_bytes, max_bytes))
         self._clock = clock
         self._next_growth_s = clock()
         self._lock = threading.RLock()  # guards the slot table
-        self._growth = threading.Lock()  # only one thread grows the files
+        self._growth_lock = threading.Lock()  # only one thread grows the files
         self._is_closed = False
         self._last_order: Sequence[bytes] = ()
         self._buffers = BufferPool(self._sizes.buffer_bytes)
@@ -224,7 +224,7 @@ class DiskStore(StoreBackend):
         """Write objects. After this returns, they survive the process, but not necessarily a power failure."""
         with _convert_errors(self.path):
             self.namespaces.write()  # first, since blocks of unknown namespaces are useless
-        left = iter(victims)
+        remaining_victims = iter(victims)
         outcomes = list[PutOutcome]()
         evicted = list[bytes]()
         for batch in self._batches(objects):
@@ -232,7 +232,7 @@ class DiskStore(StoreBackend):
             claimed: list[tuple[int, BlockObject]] = []
             try:
                 with self._lock, _convert_errors(self.path):
-                    batch_outcomes, batch_evicted = self._claim(batch, left, claimed)
+                    batch_outcomes, batch_evicted = self._claim(batch, remaining_victims, claimed)
                 with _convert_errors(self.path):
                     self._files.write_objects(claimed)
             except BaseException:
@@ -345,7 +345,7 @@ class DiskStore(StoreBackend):
         """
         outcomes = list[PutOutcome]()
         evicted = list[bytes]()
-        useless = set[int]()
+        useless_slots = set[int]()
         for each in batch:
             if each.num_bytes not in self._sizes.object_sizes:
                 outcomes.append(PutOutcome.TOO_LARGE)
@@ -357,15 +357,15 @@ class DiskStore(StoreBackend):
             slot, evicted_keys = self._table.claim(each.key, victims)
             evicted += evicted_keys
             if older is not None:
-                useless.add(older.slot)
+                useless_slots.add(older.slot)
             if slot is None:
                 outcomes.append(PutOutcome.NO_ROOM)
                 continue
             outcomes.append(PutOutcome.STORED)
             claimed.append((slot, each))
             if evicted_keys:
-                useless.add(slot)
-        self._files.clear_lines(useless)
+                useless_slots.add(slot)
+        self._files.clear_lines(useless_slots)
         return outcomes, evicted
 
     def _publish(self, written: Sequence[tuple[int, BlockObject]]) -> None:
@@ -384,17 +384,17 @@ class DiskStore(StoreBackend):
 
         Loads do not wait for this.
         """
-        with self._growth, _convert_errors(self.path):
+        with self._growth_lock, _convert_errors(self.path):
             if (
                 self._table.num_free >= num_slots
                 or self._files.num_slots == self._max_slots
                 or self._clock() < self._next_growth_s
             ):
                 return
-            new = self._files.grow()
+            new_slots = self._files.grow()
             with self._lock:
-                self._table.add_slots(new)
-            if not new:
+                self._table.add_slots(new_slots)
+            if not new_slots:
                 self._next_growth_s = self._clock() + _FULL_PAUSE_S
                 size = self._files.num_slots * self._sizes.slot_bytes
                 _log.warning("tiers.disk_path: the disk is full; %s continues with %d bytes", self.path, size)
@@ -410,19 +410,20 @@ class DiskStore(StoreBackend):
         is_valid = (lines["serial"] > 0) & (lines["bytes"] >= sizes.start) & (lines["bytes"] < sizes.stop)
         slots = np.flatnonzero(is_valid)
         slots = slots[np.argsort(lines["serial"][slots], kind="stable")]
-        found = lines[slots]
-        columns = (found[name].tolist() for name in ("key", "generation", "bytes"))
+        valid_lines = lines[slots]
+        columns = (valid_lines[name].tolist() for name in ("key", "generation", "bytes"))
         rows = zip(slots.tolist(), *columns, strict=True)
+        entries = ((key, SlotEntry(slot, generation, num_bytes)) for slot, key, generation, num_bytes in rows)
         table = SlotTable(0)
-        table.add_objects(((key, SlotEntry(slot, *rest)) for slot, key, *rest in rows), self._files.num_slots)
+        table.add_objects(entries, self._files.num_slots)
         is_useless = lines["serial"] > 0
         is_useless[[entry.slot for _, entry in table]] = False
         # Otherwise an invalid line would become valid when the later line with the same key is deleted.
         self._files.clear_lines(np.flatnonzero(is_useless).tolist())
-        return table, int(found["serial"][-1]) if len(found) else 0
+        return table, int(valid_lines["serial"][-1]) if len(valid_lines) else 0
 
 
-def _no_room(path: Path, slot_bytes: int, max_bytes: int | None) -> str:
+def _no_room_message(path: Path, slot_bytes: int, max_bytes: int | None) -> str:
     if max_bytes is not None:
         return f"tiers.disk_bytes: expected at least {slot_bytes}, got {max_bytes}"
     min_bytes = 2 * slot_bytes

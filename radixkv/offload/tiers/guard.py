@@ -116,17 +116,17 @@ class CircuitBreaker:
         self._state = CircuitState.CLOSED
         self._num_failures = 0 if is_known else max_failures - 1
         self._pause_s = first_pause_s
-        self._until_s = 0.0
+        self._pause_end_s = 0.0
 
     @property
     def state(self) -> CircuitState:
         """The current state."""
         return self._state
 
-    def lets_through(self) -> bool:
-        """Return whether a call is allowed. Each allowed call must end with `succeed`, `fail` or `cancel`."""
+    def admit_call(self) -> bool:
+        """Allow or refuse a call. Returns whether it is allowed; if so, end it with `succeed`, `fail` or `cancel`."""
         with self._lock:
-            if self._state is CircuitState.OPEN and self._clock() >= self._until_s:
+            if self._state is CircuitState.OPEN and self._clock() >= self._pause_end_s:
                 self._state = CircuitState.TRYING
                 return True
             return self._state is CircuitState.CLOSED
@@ -161,11 +161,11 @@ class CircuitBreaker:
         with self._lock:
             if self._state is CircuitState.TRYING:
                 self._state = CircuitState.OPEN
-                self._until_s = self._clock()
+                self._pause_end_s = self._clock()
 
     def _open(self) -> None:
         self._state = CircuitState.OPEN
-        self._until_s = self._clock() + self._pause_s
+        self._pause_end_s = self._clock() + self._pause_s
 
 
 class GuardedStore:
@@ -251,7 +251,7 @@ class GuardedStore:
 
     def _call(self, start: Callable[[], Future[_T]], limit_s: float) -> Future[_T]:
         outer: Future[_T] = Future()
-        if not self._circuit.lets_through():
+        if not self._circuit.admit_call():
             outer.set_exception(StorePaused(f"store {self._name}: not called, since it failed recently"))
             return outer
         _GuardedCall(self, outer, start()).begin(self._timers, limit_s)
@@ -272,17 +272,17 @@ class _GuardedCall(Generic[_T]):
         assert self._futures is not None
         outer, inner = self._futures
         self._cancel_timer = timers.call_later(limit_s, lambda: self._time_out(limit_s))
-        outer.add_done_callback(self._see_cancelled)
-        inner.add_done_callback(self._answer)
+        outer.add_done_callback(self._note_cancelled)
+        inner.add_done_callback(self._note_answer)
 
-    def _end(self) -> tuple[Future[_T], Future[_T]] | None:
+    def _take_futures(self) -> tuple[Future[_T], Future[_T]] | None:
         """Return the futures the first time, and None afterwards, so that no reference cycle remains."""
         with self._lock:
             futures, self._futures = self._futures, None
         return futures
 
-    def _answer(self, inner: Future[_T]) -> None:
-        futures = self._end()
+    def _note_answer(self, inner: Future[_T]) -> None:
+        futures = self._take_futures()
         self._cancel_timer()
         error = StoreClosed("store: the call was cancelled") if inner.cancelled() else inner.exception()
         if futures is None:
@@ -300,7 +300,7 @@ class _GuardedCall(Generic[_T]):
             outer.set_exception(error)
 
     def _time_out(self, limit_s: float) -> None:
-        if (futures := self._end()) is None:
+        if (futures := self._take_futures()) is None:
             return
         outer, inner = futures
         error = StoreLate(f"store: expected an answer within {limit_s:g} s, got none")
@@ -309,12 +309,13 @@ class _GuardedCall(Generic[_T]):
             outer.set_exception(error)
         inner.cancel()
 
-    def _see_cancelled(self, outer: Future[_T]) -> None:
-        if not outer.cancelled() or (futures := self._end()) is None:
+    def _note_cancelled(self, outer: Future[_T]) -> None:
+        if not outer.cancelled() or (futures := self._take_futures()) is None:
             return
+        _, inner = futures
         self._cancel_timer()
         self._guard.note_end(CancelledError())
-        futures[1].cancel()
+        inner.cancel()
 
 
 def _release_loans(answer: object) -> None:

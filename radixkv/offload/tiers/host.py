@@ -22,7 +22,7 @@ def map_memory(num_bytes: int) -> memoryview:
     """Map memory of exactly this size. A page takes memory when it is first written.
 
     Raises:
-        MemoryError: the system does not have enough.
+        MemoryError: the system does not have enough memory.
     """
     try:
         pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -60,7 +60,7 @@ class HostStore(StoreBackend):
 
     def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
         """Copy objects into slots. Lent slots are not evicted."""
-        left = iter(victims)
+        remaining_victims = iter(victims)
         outcomes = []
         evicted = []
         for each in objects:
@@ -71,7 +71,7 @@ class HostStore(StoreBackend):
                 if self._table.has(each.key, each.generation):
                     outcomes.append(PutOutcome.ALREADY_THERE)
                     continue
-                slot, evicted_keys = self._table.claim(each.key, left)
+                slot, evicted_keys = self._table.claim(each.key, remaining_victims)
             evicted += evicted_keys
             if slot is None:
                 outcomes.append(PutOutcome.NO_ROOM)
@@ -107,16 +107,16 @@ class HostStore(StoreBackend):
         with self._lock:
             self._table = SlotTable(0)
 
-    def _write(self, each: BlockObject, slot: int) -> None:
+    def _write(self, block_object: BlockObject, slot: int) -> None:
         position = slot * self._slot_bytes
         try:
-            each.write_to(self._arena[position : position + each.num_bytes], self._native)
+            block_object.write_to(self._arena[position : position + block_object.num_bytes], self._native)
         except BaseException:
             with self._lock:
-                self._table.abandon(each.key, slot)
+                self._table.abandon(block_object.key, slot)
             raise
         with self._lock:
-            self._table.publish(each.key, SlotEntry(slot, each.generation, each.num_bytes))
+            self._table.publish(block_object.key, SlotEntry(slot, block_object.generation, block_object.num_bytes))
 
     def _lend(self, entry: SlotEntry) -> Loan:
         start = entry.slot * self._slot_bytes

@@ -62,9 +62,9 @@ class MooncakeStore(StoreBackend):
         self._object_bytes = object_bytes
         self._lent_bytes = lent_bytes
         self._buffer_bytes = max(buffer_bytes, 4 * object_bytes)
-        self._batch = self._buffer_bytes // 2 // object_bytes
+        self._max_batch_objects = self._buffer_bytes // 2 // object_bytes
         self._lock = threading.Lock()
-        self._connected: Any = None
+        self._connected_client: Any = None
 
     def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
         """Store objects, except those of generation 0 whose key is stored. The master evicts, and ignores `victims`."""
@@ -77,11 +77,12 @@ class MooncakeStore(StoreBackend):
         """Return objects, each in its own memory."""
         client = self._client()
         loans: list[Loan | None] = [None] * len(keys)
-        stored = [number for number, is_there in enumerate(self.exists(keys)) if is_there]
-        for start in range(0, len(stored), self._batch):
-            numbers = stored[start : start + self._batch]
-            for number, data in zip(numbers, client.get_batch([_name(keys[each]) for each in numbers]), strict=True):
-                loans[number] = Loan(memoryview(data)) if data else None
+        stored = [index for index, is_there in enumerate(self.exists(keys)) if is_there]
+        for start in range(0, len(stored), self._max_batch_objects):
+            indexes = stored[start : start + self._max_batch_objects]
+            values = client.get_batch([_name(keys[index]) for index in indexes])
+            for index, data in zip(indexes, values, strict=True):
+                loans[index] = Loan(memoryview(data)) if data else None
         return loans
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
@@ -100,10 +101,10 @@ class MooncakeStore(StoreBackend):
 
     def purge(self, scope: KeyScope) -> int:
         """Delete all objects whose keys are in a scope, for all servers."""
-        number: int = self._client().remove_by_regex(f"^{_PREFIX}{scope.hex_pattern('.')}", True)
-        if number < 0:
-            raise StoreUnavailable(f"tiers.mooncake_master: expected an answer, got Mooncake's code {number}")
-        return number
+        num_deleted: int = self._client().remove_by_regex(f"^{_PREFIX}{scope.hex_pattern('.')}", True)
+        if num_deleted < 0:
+            raise StoreUnavailable(f"tiers.mooncake_master: expected an answer, got Mooncake's code {num_deleted}")
+        return num_deleted
 
     def size(self) -> StoreSize:
         """Return unknown sizes: only the master knows them."""
@@ -112,7 +113,7 @@ class MooncakeStore(StoreBackend):
     def close(self) -> None:
         """Withdraw the contributed memory, and the objects in it, if the master answers within 2 s."""
         with self._lock:
-            client, self._connected = self._connected, None
+            client, self._connected_client = self._connected_client, None
         if client is None:
             return
         probe = threading.Thread(target=client.is_exist, args=(_PREFIX,), daemon=True)
@@ -123,19 +124,20 @@ class MooncakeStore(StoreBackend):
         else:
             client.close()
 
-    def _put(self, client: Any, each: BlockObject, is_there: bool) -> PutOutcome:
-        if each.num_bytes > self._object_bytes:
+    def _put(self, client: Any, block_object: BlockObject, is_there: bool) -> PutOutcome:
+        if block_object.num_bytes > self._object_bytes:
             return PutOutcome.TOO_LARGE
-        if is_there and not each.generation:  # the stored generation is unknown, since the object would have to be read
+        # The generation of the stored object is unknown, since the object would have to be read.
+        if is_there and not block_object.generation:
             return PutOutcome.ALREADY_THERE
-        code = _require_code(client.upsert_parts(_name(each.key), *each.pieces()), 0, _NO_ROOM)
+        code = _require_code(client.upsert_parts(_name(block_object.key), *block_object.pieces()), 0, _NO_ROOM)
         return PutOutcome.STORED if code == 0 else PutOutcome.NO_ROOM
 
     def _client(self) -> Any:
         with self._lock:
-            if self._connected is None:
-                self._connected = self._connect()
-            return self._connected
+            if self._connected_client is None:
+                self._connected_client = self._connect()
+            return self._connected_client
 
     def _connect(self) -> Any:
         try:  # without this probe, the client would retry for 90 s

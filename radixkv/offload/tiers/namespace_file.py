@@ -101,13 +101,13 @@ class NamespaceFile:
 
     def _replace_file(self) -> None:
         with self._lock:
-            names = dict(self._by_root)
+            by_root = dict(self._by_root)
             num_useless = self._num_useless
         partial = self._path.with_suffix(".partial")
         partial.unlink(missing_ok=True)
         file = _open(partial)
         try:
-            _write_all(file, b"".join(_line(root, namespace) for root, namespace in names.items()))
+            _write_all(file, b"".join(_line(root, namespace) for root, namespace in by_root.items()))
             partial.replace(self._path)
         except OSError:
             file.close()
@@ -117,7 +117,7 @@ class NamespaceFile:
         self._is_cut = False
         with self._lock:
             self._num_useless -= num_useless
-            for root in names:
+            for root in by_root:
                 self._unwritten.pop(root, None)
 
 
@@ -133,6 +133,7 @@ def _line(root: bytes, namespace: Namespace) -> bytes:
 
 
 def _write_all(file: FileIO, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) or 0 :]
+    unwritten = memoryview(data)
+    while unwritten:
+        num_written = file.write(unwritten) or 0
+        unwritten = unwritten[num_written:]

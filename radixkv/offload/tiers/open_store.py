@@ -60,8 +60,10 @@ def open_backend(name: str, options: StoreOptions) -> StoreBackend:
     """
     require_backend(name)
     try:
-        open_it: OpenBackend = _OURS[name] if name in _OURS else _entry_points(name)[0].load()
-        return open_it(options)
+        open_named_backend: OpenBackend = (
+            _BUILT_IN_BACKENDS[name] if name in _BUILT_IN_BACKENDS else _entry_points(name)[0].load()
+        )
+        return open_named_backend(options)
     except ImportError as error:
         raise ConfigError(f"{_key_of(name)}: expected its packages, got: {error}") from error
 
@@ -74,7 +76,7 @@ def require_backend(name: str) -> None:
     """
     if name in _EXTRAS:
         require_package(_key_of(name), *_EXTRAS[name])
-    elif name not in _OURS and not _entry_points(name):
+    elif name not in _BUILT_IN_BACKENDS and not _entry_points(name):
         known = ", ".join(sorted(entry_points(group=ENTRY_POINTS).names)) or "none"
         raise ConfigError(
             f"{_key_of(name)}: expected the name of an installed package's entry point in the group {ENTRY_POINTS} "
@@ -137,7 +139,7 @@ def _mooncake(options: StoreOptions) -> StoreBackend:
     return MooncakeStore(options.place, options.object_bytes, lent_bytes=options.max_bytes or 0)
 
 
-_OURS: dict[str, OpenBackend] = {"host": _host, "disk": _disk, "redis": _redis, "mooncake": _mooncake}
+_BUILT_IN_BACKENDS: dict[str, OpenBackend] = {"host": _host, "disk": _disk, "redis": _redis, "mooncake": _mooncake}
 _KEYS = {
     "host": "tiers.host_bytes",
     "disk": "tiers.disk_path",

@@ -42,8 +42,8 @@ def _unsafe_paths(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
     for path in reversed(directory.parents):
         if path.is_dir():
             status = path.stat()
-            is_open = status.st_mode & _WRITABLE_BY_OTHERS and not status.st_mode & stat.S_ISVTX
-            if status.st_uid not in (0, user) or is_open:
+            is_writable_by_others = status.st_mode & _WRITABLE_BY_OTHERS and not status.st_mode & stat.S_ISVTX
+            if status.st_uid not in (0, user) or is_writable_by_others:
                 yield path, status
     if directory.is_dir():
         for path in (directory, *directory.iterdir()):

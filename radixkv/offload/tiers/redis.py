@@ -56,7 +56,7 @@ class RedisStore(StoreBackend):
     ) -> None:
         self._purge_timeout_s = purge_timeout_s
         self._ttl_ms = max(1, round(ttl_s * 1000))
-        self._batch = max(1, _BATCH_BYTES // object_bytes)
+        self._max_batch_objects = max(1, _BATCH_BYTES // object_bytes)
         self._object_bytes = object_bytes
         try:
             self._client: Any = redis.Redis.from_url(
@@ -90,8 +90,8 @@ class RedisStore(StoreBackend):
         """Renew the time to live of objects, which Redis also counts as a use, unlike `EXISTS`."""
         answers: list[int] = []
         for start in range(0, len(keys), _TOUCHED_AT_ONCE):
-            some = keys[start : start + _TOUCHED_AT_ONCE]
-            answers += self._run(partial(self._pipelined, "PEXPIRE", some, self._ttl_ms))
+            batch = keys[start : start + _TOUCHED_AT_ONCE]
+            answers += self._run(partial(self._pipelined, "PEXPIRE", batch, self._ttl_ms))
         return [bool(answer) for answer in answers]
 
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -148,14 +148,14 @@ class RedisStore(StoreBackend):
         answers = pipeline.execute(raise_on_error=False)
         return [self._outcome(*each) for each in zip(objects, is_sent, answers, strict=True)]
 
-    def _outcome(self, each: BlockObject, is_sent: bool, answer: object) -> PutOutcome:
+    def _outcome(self, block_object: BlockObject, is_sent: bool, answer: object) -> PutOutcome:
         if isinstance(answer, OutOfMemoryError):
             return PutOutcome.NO_ROOM
         if isinstance(answer, RedisError):
             raise answer
         if is_sent:
             return PutOutcome.STORED
-        return PutOutcome.TOO_LARGE if each.num_bytes > self._object_bytes else PutOutcome.ALREADY_THERE
+        return PutOutcome.TOO_LARGE if block_object.num_bytes > self._object_bytes else PutOutcome.ALREADY_THERE
 
     def _get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         values: list[bytes | None]
@@ -190,7 +190,9 @@ class RedisStore(StoreBackend):
         return answers
 
     def _batches(self, items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-        return (items[start : start + self._batch] for start in range(0, len(items), self._batch))
+        return (
+            items[start : start + self._max_batch_objects] for start in range(0, len(items), self._max_batch_objects)
+        )
 
     def _run(self, call: Callable[[], _T]) -> _T:
         try:
@@ -218,36 +220,36 @@ class _BoundedSocket:
         self._connection = connection
         self._limit_s = limit_s
         self._max_bytes = max_bytes
-        self._begin()
+        self._restart_limits()
 
     def sendall(self, data: bytes) -> None:
         """Send a request, or a part of it."""
         self._connection.sendall(data)
-        self._begin()
+        self._restart_limits()
 
     def recv(self, num_bytes: int, flags: int = 0) -> bytes:
-        """Receive a part of the reply. Raises OSError beyond the limits. With flags, it only peeks."""
+        """Receive a part of the reply. Raises OSError beyond the limits. Bytes that flags only peek at do not count."""
         data: bytes = self._connection.recv(num_bytes, flags)
         if not flags:
-            self._count(len(data))
+            self._count_received(len(data))
         return data
 
     def recv_into(self, buffer: bytearray, *sizes: int) -> int:
         """Receive a part of the reply into a buffer; see `recv`."""
         number: int = self._connection.recv_into(buffer, *sizes)
-        self._count(number)
+        self._count_received(number)
         return number
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connection, name)
 
-    def _begin(self) -> None:
+    def _restart_limits(self) -> None:
         self._end_s = time.monotonic() + self._limit_s
-        self._num_left = self._max_bytes
+        self._num_bytes_left = self._max_bytes
 
-    def _count(self, num_bytes: int) -> None:
-        self._num_left -= num_bytes
-        if self._num_left < 0:
+    def _count_received(self, num_bytes: int) -> None:
+        self._num_bytes_left -= num_bytes
+        if self._num_bytes_left < 0:
             raise _ReplyTooLarge(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
         if time.monotonic() > self._end_s:
             raise OSError(errno.ECONNABORTED, os.strerror(errno.ECONNABORTED))

@@ -32,17 +32,17 @@ class TenantCiphers:
     """
 
     def __init__(self, key: bytes) -> None:
-        BlockCipher(key)
+        BlockCipher(key)  # checks the key and the package
         self._key = key
-        self._of = lru_cache(maxsize=4096)(self._new)
+        self._of = lru_cache(maxsize=4096)(self._new_cipher)
 
     def of(self, tenant: str) -> BlockCipher:
         """Return the cipher of a tenant."""
         return self._of(tenant)
 
-    def _new(self, tenant: str) -> BlockCipher:
-        data = tenant.encode("utf-8", "surrogatepass")
-        return BlockCipher(blake2b(data, digest_size=KEY_BYTES, key=self._key, person=_TENANT_PERSON).digest())
+    def _new_cipher(self, tenant: str) -> BlockCipher:
+        name = tenant.encode("utf-8", "surrogatepass")
+        return BlockCipher(blake2b(name, digest_size=KEY_BYTES, key=self._key, person=_TENANT_PERSON).digest())
 
 
 class NotSealedByUs(Exception):

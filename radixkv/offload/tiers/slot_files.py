@@ -41,7 +41,7 @@ _PACKED = Struct(f"<{KEY_BYTES}sQQQ8x")  # one line, in the same layout
 _GROWTH_BYTES = 64 << 20
 _WRITE_BYTES = 2 << 20  # of an object per write; smaller pieces would need more calls
 _STRIPE_BYTES = 64  # XXH3 consumes stripes of this size, so heads are multiples of it
-_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+_FULL_DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 Lines = npt.NDArray[Any]
 
@@ -68,20 +68,20 @@ class SlotSizes(NamedTuple):
 
     Attributes:
         head_bytes: bytes of the head of an object, a multiple of 64.
-        head_room: bytes of a slot in the file `heads`, for the head and the checksum; whole pages.
-        body_room: bytes of a slot in the file `blocks`, which has the bodies; whole pages.
+        head_slot_bytes: bytes of a slot in the file `heads`, for the head and the checksum; whole pages.
+        body_slot_bytes: bytes of a slot in the file `blocks`, which has the bodies; whole pages.
     """
 
     head_bytes: int
-    head_room: int
-    body_room: int
+    head_slot_bytes: int
+    body_slot_bytes: int
 
     @classmethod
     def of(cls, object_bytes: int, payload_bytes: int) -> SlotSizes:
         """Return the sizes for objects of at most `object_bytes`, of which `payload_bytes` are K and V.
 
         >>> SlotSizes.of(1_048_976, 1_048_576)
-        SlotSizes(head_bytes=384, head_room=4096, body_room=1048576)
+        SlotSizes(head_bytes=384, head_slot_bytes=4096, body_slot_bytes=1048576)
         """
         num_bytes = object_bytes - CHECKSUM_BYTES
         is_short = payload_bytes < _STRIPE_BYTES  # rounding the head up would take more than the payload has
@@ -91,13 +91,13 @@ class SlotSizes(NamedTuple):
     @property
     def slot_bytes(self) -> int:
         """Size of a slot in bytes."""
-        return self.head_room + self.body_room
+        return self.head_slot_bytes + self.body_slot_bytes
 
     @property
     def object_sizes(self) -> range:
         """Range of the object sizes that fit into a slot."""
         min_bytes = self.head_bytes + CHECKSUM_BYTES
-        return range(min_bytes, min_bytes + self.body_room + 1)
+        return range(min_bytes, min_bytes + self.body_slot_bytes + 1)
 
     @property
     def buffer_bytes(self) -> int:
@@ -132,16 +132,19 @@ class SlotFiles:
                 files.append(os.open(directory / name, flags, 0o600))
                 on_error.callback(os.close, files[-1])
             self._index, self._heads, self._blocks = files
-            self._rooms = dict(zip(files, (_LINE.itemsize, sizes.head_room, sizes.body_room), strict=True))
-            # If the index is shorter, its missing lines are those of free slots.
-            self.num_slots = min(max_slots, *(os.fstat(each).st_size // self._rooms[each] for each in files[1:]))
+            self._slot_bytes = dict(
+                zip(files, (_LINE.itemsize, sizes.head_slot_bytes, sizes.body_slot_bytes), strict=True)
+            )
+            # The files `heads` and `blocks` determine the number of slots. If the index is shorter, the missing lines
+            # are those of free slots.
+            self.num_slots = min(max_slots, *(os.fstat(each).st_size // self._slot_bytes[each] for each in files[1:]))
             self._truncate()
             on_error.pop_all()  # everything is open
         self._object_files = ObjectFiles(self._heads, self._blocks, sizes.head_bytes)
 
     def close(self) -> None:
         """Write everything to the disk, and close the files."""
-        for file in self._rooms:
+        for file in self._slot_bytes:
             os.fsync(file)
             os.close(file)
 
@@ -160,26 +163,26 @@ class SlotFiles:
         Raises:
             OSError: an error other than a full disk.
         """
-        wanted = min(max(1, _GROWTH_BYTES // self._sizes.slot_bytes), self._max_slots - self.num_slots)
-        while wanted > 0:
+        num_new_slots = min(max(1, _GROWTH_BYTES // self._sizes.slot_bytes), self._max_slots - self.num_slots)
+        while num_new_slots > 0:
             try:
-                for file, room in self._rooms.items():
-                    os.posix_fallocate(file, self.num_slots * room, wanted * room)
+                for file, slot_bytes in self._slot_bytes.items():
+                    os.posix_fallocate(file, self.num_slots * slot_bytes, num_new_slots * slot_bytes)
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in _FULL_DISK_ERRORS:
                     raise
                 self._truncate()
-                wanted //= 2
+                num_new_slots //= 2
                 continue
-            new = range(self.num_slots, self.num_slots + wanted)
-            self.num_slots += wanted
-            return new
+            new_slots = range(self.num_slots, self.num_slots + num_new_slots)
+            self.num_slots += num_new_slots
+            return new_slots
         return range(0)
 
     def _truncate(self) -> None:
         """Free the space beyond the last slot."""
-        for file, room in self._rooms.items():
-            os.ftruncate(file, self.num_slots * room)
+        for file, slot_bytes in self._slot_bytes.items():
+            os.ftruncate(file, self.num_slots * slot_bytes)
 
     def write_objects(self, objects: Sequence[tuple[int, BlockObject]]) -> None:
         """Write each object into its slot, padded with zeros to whole pages.
@@ -203,9 +206,10 @@ class SlotFiles:
 
     def _write(self, file: int, data: memoryview, position: int) -> None:
         padding = bytes(-len(data) % PAGE_BYTES)
-        done = 0
-        while done < len(data) + len(padding):
-            done += os.pwritev(file, [data[done:], padding[max(0, done - len(data)) :]], position + done)
+        num_written = 0
+        while num_written < len(data) + len(padding):
+            rest_of_padding = padding[max(0, num_written - len(data)) :]
+            num_written += os.pwritev(file, [data[num_written:], rest_of_padding], position + num_written)
 
     def write_lines(self, lines: Sequence[Line]) -> None:
         """Write index lines, those of adjacent slots in one write."""
@@ -221,9 +225,9 @@ class SlotFiles:
         lines = self.lines()
         lines["serial"][list(slots)] = np.arange(first_serial, first_serial + len(slots), dtype=np.uint64)
         data = memoryview(lines.tobytes())
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._index, data[done:], done)
+        num_written = 0
+        while num_written < len(data):
+            num_written += os.pwrite(self._index, data[num_written:], num_written)
 
     def clear_lines(self, slots: Iterable[int]) -> None:
         """Clear the lines of slots. Not durable until `sync_lines`: a power failure may undo it."""
@@ -254,50 +258,56 @@ class SlotFiles:
         Raises:
             OSError: a read fails.
         """
-        order = sorted(range(len(wanted)), key=lambda each: wanted[each])
-        for run in _runs(wanted[each][0] for each in order)[1:]:
+        order = sorted(range(len(wanted)), key=lambda index: wanted[index])
+        for run in _runs(wanted[index][0] for index in order)[1:]:
             for file in (self._heads, self._blocks):
-                room = self._rooms[file]
-                os.posix_fadvise(file, run.start * room, len(run) * room, os.POSIX_FADV_WILLNEED)
-        start = self._sizes.head_room - self._sizes.head_bytes
-        locations = [(*self._positions(wanted[each][0]), wanted[each][1]) for each in order]
-        targets = [buffers[each][start:] for each in order]
+                slot_bytes = self._slot_bytes[file]
+                os.posix_fadvise(file, run.start * slot_bytes, len(run) * slot_bytes, os.POSIX_FADV_WILLNEED)
+        start = self._sizes.head_slot_bytes - self._sizes.head_bytes  # in a buffer, so that the body is page-aligned
+        locations = [(*self._positions(slot), num_bytes) for slot, num_bytes in map(wanted.__getitem__, order)]
+        targets = [buffers[index][start:] for index in order]
         results = None if self._native is None else self._native.read_checked(self._object_files, locations, targets)
         if results is None:
             results = [self._read(*location, target) for location, target in zip(locations, targets, strict=True)]
         by_index = dict(zip(order, results, strict=True))
-        return [(buffer[start:][: by_index[index][0]], by_index[index][1]) for index, buffer in enumerate(buffers)]
+        objects = []
+        for index, buffer in enumerate(buffers):
+            num_bytes, checksum = by_index[index]
+            objects.append((buffer[start : start + num_bytes], checksum))
+        return objects
 
     def _read(
         self, head_position: int, body_position: int, num_bytes: int, target: memoryview
     ) -> tuple[int, bytes | None]:
         """Return the number of bytes read, and the checksum; None if the object is truncated."""
-        size = self._sizes.head_bytes
-        end = num_bytes - CHECKSUM_BYTES
-        head = bytearray(size + CHECKSUM_BYTES)
-        count = _read_all(self._heads, memoryview(head), head_position)
-        target[:size] = head[:size]
-        if count < len(head):
-            return min(count, size), None
-        count = size + _read_all(self._blocks, target[size:end], body_position)
-        if count < end:
-            return count, None
-        target[end:num_bytes] = head[size:]
+        head_bytes = self._sizes.head_bytes
+        body_end = num_bytes - CHECKSUM_BYTES
+        head = bytearray(head_bytes + CHECKSUM_BYTES)
+        num_read = _read_all(self._heads, memoryview(head), head_position)
+        target[:head_bytes] = head[:head_bytes]
+        if num_read < len(head):
+            return min(num_read, head_bytes), None
+        num_read = head_bytes + _read_all(self._blocks, target[head_bytes:body_end], body_position)
+        if num_read < body_end:
+            return num_read, None
+        target[body_end:num_bytes] = head[head_bytes:]
         return num_bytes, checksum_of(target[:num_bytes])
 
     def _positions(self, slot: int) -> tuple[int, int]:
         """Return where a slot begins in the file `heads`, and in the file `blocks`."""
-        return slot * self._sizes.head_room, slot * self._sizes.body_room
+        return slot * self._sizes.head_slot_bytes, slot * self._sizes.body_slot_bytes
 
 
 def _round_up(num_bytes: int, unit: int = PAGE_BYTES) -> int:
     return -(-num_bytes // unit) * unit
 
 
-def _split(first: bytes, rest: memoryview, size: int) -> tuple[bytes, memoryview]:
-    """Move bytes between two parts of an object, so that the first has this size."""
-    more = size - len(first)
-    return (first + rest[:more], rest[more:]) if more >= 0 else (first[:size], memoryview(first[size:] + rest))
+def _split(first: bytes, body: memoryview, first_bytes: int) -> tuple[bytes, memoryview]:
+    """Move bytes between the two parts of an object, so that the first part has `first_bytes`."""
+    num_moved = first_bytes - len(first)
+    if num_moved >= 0:
+        return first + body[:num_moved], body[num_moved:]
+    return first[:first_bytes], memoryview(first[first_bytes:] + body)
 
 
 def _runs(slots: Iterable[int]) -> list[range]:
@@ -313,7 +323,7 @@ def _runs(slots: Iterable[int]) -> list[range]:
 
 def _read_all(file: int, target: memoryview, position: int) -> int:
     """Read until the target is full or the file ends. Return the number of bytes read."""
-    done = 0
-    while done < len(target) and (count := os.preadv(file, [target[done:]], position + done)):
-        done += count
-    return done
+    num_read = 0
+    while num_read < len(target) and (count := os.preadv(file, [target[num_read:]], position + num_read)):
+        num_read += count
+    return num_read

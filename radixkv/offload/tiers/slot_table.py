@@ -39,7 +39,7 @@ class SlotTable:
         self._entries: OrderedDict[bytes, SlotEntry] = OrderedDict()  # least recently used first
         self._free = list(range(num_slots))  # a heap, so that objects stored together get adjacent slots
         self._removed: dict[int, SlotEntry] = {}  # removed while being read
-        self._writing: dict[bytes, int] = {}
+        self._writing: dict[bytes, int] = {}  # claimed slots by key
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -82,7 +82,7 @@ class SlotTable:
         """
         self.remove(key)
         evicted: list[bytes] = []
-        while not self._free and (victim := self._victim(victims)) is not None:
+        while not self._free and (victim := self._next_victim(victims)) is not None:
             self.remove(victim)
             evicted.append(victim)
         if not self._free:
@@ -146,7 +146,8 @@ class SlotTable:
             del self._removed[entry.slot]
             heappush(self._free, entry.slot)
 
-    def _victim(self, victims: Iterator[bytes]) -> bytes | None:
+    def _next_victim(self, victims: Iterator[bytes]) -> bytes | None:
+        """Return the key to evict next, from `victims` as long as there are any; None if `claim` may not evict any."""
         for key in victims:
             if (entry := self._entries.get(key)) is not None:
                 return None if entry.num_readers else key

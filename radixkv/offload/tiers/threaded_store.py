@@ -112,7 +112,7 @@ class _Executor:
                 future.set_exception(StoreBusy(f"store: the queue is full, with {self._num_waiting} calls"))
             else:
                 self._num_waiting += 1
-                self._calls.put(lambda: self._answer(future, call))
+                self._calls.put(lambda: self._execute(future, call))
         return future
 
     def close(self) -> None:
@@ -129,11 +129,11 @@ class _Executor:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        while (answer := self._calls.get()) is not None:
-            answer()
-            del answer  # it would hold the result, or the objects of a put, until the next call comes
+        while (execute := self._calls.get()) is not None:
+            execute()
+            del execute  # it would hold the result, or the objects of a put, until the next call comes
 
-    def _answer(self, future: Future[_T], call: Callable[[], _T]) -> None:
+    def _execute(self, future: Future[_T], call: Callable[[], _T]) -> None:
         with self._lock:
             self._num_waiting -= 1
             is_closed = self._is_closed

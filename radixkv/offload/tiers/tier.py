@@ -135,8 +135,8 @@ class Tier:
         def count_failed(error: StoreError) -> PutResult | None:
             with self._lock:
                 self._failed_saves += len(objects)
-            has_reached_store = not isinstance(error, StoreBusy | StorePaused)
-            return None if has_reached_store else PutResult((PutOutcome.NOT_SENT,) * len(objects))
+            may_have_reached_store = not isinstance(error, StoreBusy | StorePaused)
+            return None if may_have_reached_store else PutResult((PutOutcome.NOT_SENT,) * len(objects))
 
         return _then(self._store.put(objects, victims), count_saved, count_failed)
 
@@ -150,8 +150,12 @@ class Tier:
 
         def open_loans(loans: list[Loan | None]) -> list[LoadedBlock | Miss]:
             results = [self._open(loan, each) for loan, each in zip(loans, wanted, strict=True)]
-            faults = [index for index, each in enumerate(results) if isinstance(each, ObjectFault)]
-            if useless := [wanted[index].key for index in faults if self._is_useless(results[index])]:
+            useless = [
+                block.key
+                for block, result in zip(wanted, results, strict=True)
+                if isinstance(result, ObjectFault) and self._is_useless(result)
+            ]
+            if useless:
                 self._store.delete(useless)
             with self._lock:
                 self._load_s += time.monotonic() - start_s
@@ -160,7 +164,7 @@ class Tier:
         def miss_all(error: StoreError) -> list[LoadedBlock | Miss]:
             return self._count([_reason_of(error)] * len(wanted))
 
-        return _then(self._store.get([each.key for each in wanted]), open_loans, miss_all, _release_all)
+        return _then(self._store.get([each.key for each in wanted]), open_loans, miss_all, _release_loans)
 
     def exists(self, keys: Sequence[bytes]) -> Future[list[bool] | None]:
         """Return whether an object is stored under each key; None if the call fails.
@@ -226,7 +230,8 @@ class Tier:
             return LoadedBlock(staged.toreadonly(), Loan(staged))
         return LoadedBlock(payload if payload.readonly else payload.toreadonly(), loan)
 
-    def _is_useless(self, fault: LoadedBlock | Miss) -> bool:
+    def _is_useless(self, fault: ObjectFault) -> bool:
+        """Whether an object with a fault is deleted; see `load`."""
         return not (self._is_shared and fault is ObjectFault.UNSEALED)
 
     def _count(self, results: list[LoadedBlock | Miss]) -> list[LoadedBlock | Miss]:
@@ -246,7 +251,7 @@ def _reason_of(error: StoreError) -> Absence:
     return {StoreBusy: Absence.BUSY, StoreLate: Absence.LATE}.get(type(error), Absence.UNAVAILABLE)
 
 
-def _release_all(loans: list[Loan | None]) -> None:
+def _release_loans(loans: list[Loan | None]) -> None:
     for loan in loans:
         if loan is not None:
             loan.release()
@@ -255,12 +260,12 @@ def _release_all(loans: list[Loan | None]) -> None:
 def _then(
     inner: Future[_T],
     convert: Callable[[_T], _U],
-    failed: Callable[[StoreError], _U],
-    unwanted: Callable[[_T], None] = lambda _: None,
+    convert_error: Callable[[StoreError], _U],
+    discard: Callable[[_T], None] = lambda _: None,
 ) -> Future[_U]:
-    """Return a future of `convert(result)`, or of `failed(error)` if there is no result or `convert` raises.
+    """Return a future of `convert(result)`, or of `convert_error(error)` if there is no result or `convert` raises.
 
-    Cancelling it cancels `inner`. If `inner` has a result anyway, `unwanted` is called with the result.
+    Cancelling the future cancels `inner`. If `inner` has a result anyway, `discard` is called with the result.
     """
     outer: Future[_U] = Future()
     pending = [inner]  # emptied at the end, so that no reference cycle remains
@@ -273,15 +278,17 @@ def _then(
             if is_wanted:
                 outer.set_result(convert(result))
             else:
-                unwanted(result)
+                discard(result)
         except (StoreError, CancelledError) as error:
             if is_wanted:
                 store_error = error if isinstance(error, StoreError) else StoreClosed("store: the call was cancelled")
-                outer.set_result(failed(store_error))
+                outer.set_result(convert_error(store_error))
         except Exception as error:  # noqa: BLE001 - no caller may wait forever
             _log.exception("store: the result of a call can't be used")
             if is_wanted:
-                outer.set_result(failed(StoreUnavailable(f"store: expected an answer, got {type(error).__name__}")))
+                outer.set_result(
+                    convert_error(StoreUnavailable(f"store: expected an answer, got {type(error).__name__}"))
+                )
 
     def cancel(done: Future[_U]) -> None:
         if done.cancelled():

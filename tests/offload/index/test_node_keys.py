@@ -86,7 +86,7 @@ class KeyWalk(CollisionWalk):
         self.seen = Seen()
         self.index = CheckedIndex(tier_indexes, PromptKeys(KEYS, marks).blocks, BLOCK)
         super().__init__(seed, 12, listeners=(self.seen, self.index), marks=marks)
-        self.index.read_public_prefixes(self.cache.public.tokens_of)
+        self.index.set_tokens_of_prefix(self.cache.public.tokens_of)
 
     def walk(self, num_operations: int) -> Counter[str]:
         for _ in range(num_operations // 10):
@@ -128,7 +128,7 @@ class Counted:
         self.cache = PrefixCache(
             num_blocks, BLOCK, listeners=[self.index], max_retained_blocks=num_blocks, clock=FakeClock()
         )
-        self.index.read_public_prefixes(self.cache.public.tokens_of)
+        self.index.set_tokens_of_prefix(self.cache.public.tokens_of)
 
     def put(self, ids: range, namespace: Namespace = ACME) -> None:
         with self.cache.lease(namespace, tokens(ids)) as lease:

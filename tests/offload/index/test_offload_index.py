@@ -42,7 +42,7 @@ class Cached:
         self.cache = PrefixCache(
             num_blocks, BLOCK, listeners=[self.index], clock=clock or FakeClock(), max_retained_blocks=num_blocks
         )
-        self.index.read_public_prefixes(self.cache.public.tokens_of)
+        self.index.set_tokens_of_prefix(self.cache.public.tokens_of)
 
     def put(self, ids: range, namespace: Namespace = ACME) -> None:
         with self.cache.lease(namespace, tokens(ids)) as lease:

@@ -31,7 +31,7 @@ def test_a_lower_priority_than_the_default_is_noted_too() -> None:
 
 
 def test_priorities_end_at_their_time_a_bounded_number_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(retention, "_MAX_ENDED_AT_ONCE", 2)
+    monkeypatch.setattr(retention, "_MAX_EXPIRED_AT_ONCE", 2)
     known = RetentionHints()
     for index, key in enumerate((b"a", b"b", b"c")):
         known.set(key, ACME, RetentionHint(80, 10.0 + index))
@@ -218,14 +218,14 @@ def test_the_priority_of_an_evicted_block_does_not_lower_a_requested_one() -> No
 
 def test_a_block_whose_priority_is_forgotten_is_evicted_like_others() -> None:
     retention, tier_index = holding(b"a", b"b", b"c", b"x")
-    retention._retentions = RetentionHints(max_keys=2)
+    retention._hints = RetentionHints(max_keys=2)
     for block in PATH:
         retention.set([block], 0, RetentionHint(90, 10.0))
     assert list(tier_index) == [b"x", b"a", b"b", b"c"]
     assert [tier_index.priority_of(block.key) for block in PATH] == [50, 90, 90]
     assert len(tier_index.retained) == 2
     other, restored = holding(b"a", b"b", b"c")
-    other._retentions = RetentionHints(max_keys=2)
+    other._hints = RetentionHints(max_keys=2)
     other.restore(restored, [(block.key, RetentionHint(90, None)) for block in PATH])
     assert len(restored.retained) == 2
 

@@ -77,7 +77,7 @@ def test_a_store_may_hold_an_earlier_object_of_a_block_that_is_written_again() -
     assert not tier_index.may_have(b"a"), "it is on its way"
     tier_index.note_stored(b"a")
     assert tier_index.may_have(b"a")
-    tier_index.expect(b"a")
+    tier_index.begin_rewrite(b"a")
     assert (tier_index.holds(b"a"), tier_index.may_have(b"a")) == (False, True)
     tier_index.remove(b"a")
     tier_index.add(b"a", ACME)
@@ -292,7 +292,7 @@ def test_a_block_that_is_written_again_cannot_be_loaded_meanwhile() -> None:
     tier_index = index_of(b"a")
     tier_index.note_stored(b"a")
     tier_index.partless.add(b"a")
-    tier_index.expect(b"a")
+    tier_index.begin_rewrite(b"a")
     assert not tier_index.holds(b"a")
     assert b"a" in tier_index
     tier_index.note_stored(b"a")

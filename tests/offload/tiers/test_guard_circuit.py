@@ -26,21 +26,21 @@ def test_failures_in_a_row_open_the_circuit(circuit: CircuitBreaker) -> None:
     circuit.succeed()
     circuit.fail()
     circuit.fail()
-    assert circuit.lets_through()
+    assert circuit.admit_call()
     assert circuit.fail()
-    assert not circuit.lets_through()
+    assert not circuit.admit_call()
     assert circuit.state is CircuitState.OPEN
 
 
 def test_after_a_pause_one_trial_call_is_allowed(circuit: CircuitBreaker, clock: FakeClock) -> None:
     open_it(circuit)
     clock.now_s = 0.99
-    assert not circuit.lets_through()
+    assert not circuit.admit_call()
     clock.now_s = 1.0
-    assert [circuit.lets_through() for _ in range(3)] == [True, False, False]
+    assert [circuit.admit_call() for _ in range(3)] == [True, False, False]
     assert circuit.state is CircuitState.TRYING
     assert circuit.succeed()
-    assert [circuit.lets_through() for _ in range(3)] == [True, True, True]
+    assert [circuit.admit_call() for _ in range(3)] == [True, True, True]
 
 
 def test_pauses_grow_up_to_the_longest_and_begin_again_after_an_answer(
@@ -49,25 +49,25 @@ def test_pauses_grow_up_to_the_longest_and_begin_again_after_an_answer(
     open_it(circuit)
     for pause_s in (1.0, 2.0, 4.0, 5.0, 5.0):
         clock.now_s += pause_s - 0.25
-        assert not circuit.lets_through()
+        assert not circuit.admit_call()
         clock.now_s += 0.25
-        assert circuit.lets_through()
+        assert circuit.admit_call()
         assert not circuit.fail()
     clock.now_s += 5.0
-    assert circuit.lets_through()
+    assert circuit.admit_call()
     circuit.succeed()
     open_it(circuit)
     clock.now_s += 1.0
-    assert circuit.lets_through()
+    assert circuit.admit_call()
 
 
 def test_an_inconclusive_trial_call_is_followed_by_another(circuit: CircuitBreaker, clock: FakeClock) -> None:
     open_it(circuit)
     clock.now_s = 1.0
-    assert circuit.lets_through()
+    assert circuit.admit_call()
     circuit.cancel()
-    assert circuit.lets_through()
-    assert not circuit.lets_through()
+    assert circuit.admit_call()
+    assert not circuit.admit_call()
 
 
 def test_calls_from_before_change_nothing_about_an_open_circuit(circuit: CircuitBreaker) -> None:
@@ -75,13 +75,13 @@ def test_calls_from_before_change_nothing_about_an_open_circuit(circuit: Circuit
     assert not circuit.succeed()
     assert not circuit.fail()
     circuit.cancel()
-    assert not circuit.lets_through()
+    assert not circuit.admit_call()
 
 
 def test_the_circuit_of_an_unknown_store_opens_after_one_failure(clock: FakeClock) -> None:
     circuit = CircuitBreaker(clock, is_known=False)
     assert circuit.fail()
     clock.now_s = 1.0
-    assert circuit.lets_through()
+    assert circuit.admit_call()
     assert circuit.succeed()
     assert [circuit.fail() for _ in range(3)] == [False, False, True]

@@ -54,7 +54,7 @@ def test_slots_have_room_for_plain_and_sealed_objects(payload_bytes: int) -> Non
         sizes = SlotSizes.of(max(plain, sealed), payload_bytes)
         assert plain in sizes.object_sizes
         assert sealed in sizes.object_sizes
-        assert sizes.object_sizes[0] <= sizes.head_room
+        assert sizes.object_sizes[0] <= sizes.head_slot_bytes
         assert not sizes.head_bytes % 64
         assert not sizes.slot_bytes % PAGE_BYTES
 
@@ -67,7 +67,7 @@ def test_objects_are_read_in_the_order_of_slots_and_returned_in_that_of_the_call
     preadv = os.preadv
 
     def noted(descriptor: int, buffers: Any, position: int) -> int:
-        room = SIZES.head_room if descriptor == files._heads else SIZES.body_room
+        room = SIZES.head_slot_bytes if descriptor == files._heads else SIZES.body_slot_bytes
         positions.append((descriptor, position // room))
         return preadv(descriptor, buffers, position)
 
@@ -111,7 +111,7 @@ def test_a_cut_object_has_no_checksum(
     files.grow()
     objects = [block(number) for number in range(2)]
     files.write_objects(list(enumerate(objects)))
-    os.truncate(tmp_path / name, {"heads": SMALL.head_room, "blocks": SMALL.body_room}[name] + num_left)
+    os.truncate(tmp_path / name, {"heads": SMALL.head_slot_bytes, "blocks": SMALL.body_slot_bytes}[name] + num_left)
     places = [(slot, objects[slot].num_bytes) for slot in (1, 0)]
     cut, whole = files.read(places, [buffer_for(SMALL) for _ in places])
     assert cut == (stored(1)[:num_there], None)
@@ -122,7 +122,7 @@ def test_a_cut_object_has_no_checksum(
 def test_read_ahead_is_announced_for_distant_slots_only(files: SlotFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     advised: list[tuple[int, int]] = []
 
-    rooms = {files._heads: SIZES.head_room, files._blocks: SIZES.body_room}
+    rooms = {files._heads: SIZES.head_slot_bytes, files._blocks: SIZES.body_slot_bytes}
 
     def advise(descriptor: int, start: int, size: int, advice: int) -> None:
         assert advice == os.POSIX_FADV_WILLNEED
