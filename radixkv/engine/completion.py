@@ -131,8 +131,8 @@ class RequestCompleter:
         request.computed_upto = end
         request.has_computed = True
         lease.copy = None  # the step has made the copy
-        if request.state is not None:
-            request.state.advance(end)
+        if request.state_lease is not None:
+            request.state_lease.advance(end)
         release_parts(request)
         generation, prediction = request.generation, result.prediction
         if generation is not None and result.prompt_logprobs is not None:
@@ -210,8 +210,8 @@ class RequestCompleter:
         if not params.read_cache and not is_finished:
             return
         request.written_tokens += lease.commit(upto)
-        if request.state is not None:
-            request.state.publish(lease.block_ids, lease.num_published_blocks)
+        if request.state_lease is not None:
+            request.state_lease.publish(lease.block_ids, lease.num_published_blocks)
         followers = self._flights.record_published(request, lease.committed_tokens)
         if followers:
             self._scheduler.resume(followers)

@@ -185,7 +185,7 @@ def chunk_of(token_slice: Slice) -> Chunk:
         adapter=request.adapter,
         adapter_from=0 if invocation is None else invocation.start,
         num_dropped=lease.num_dropped_tokens,
-        state=None if request.state is None else _state_of(token_slice),
+        state=None if request.state_lease is None else _state_of(token_slice),
     )
 
 
@@ -196,8 +196,8 @@ def _next_chunk(token_slice: Slice) -> Chunk:
     """
     chunk = chunk_of(token_slice)
     state = chunk.state
-    if state is not None and token_slice.request.state is not None:
-        state = state._replace(source=token_slice.request.state.slot)
+    if state is not None and token_slice.request.state_lease is not None:
+        state = state._replace(source=token_slice.request.state_lease.slot)
     return dataclasses.replace(chunk, copy=None, state=state, wants_logits=True)
 
 
@@ -227,9 +227,9 @@ def _cover(lease: Lease, start: int, end: int) -> Cover | None:
 def _state_of(token_slice: Slice) -> ChunkState:
     """Allocate slots for the states that a slice saves."""
     request, start, end = token_slice
-    assert request.state is not None, "the model keeps states"
+    assert request.state_lease is not None, "the model keeps states"
     keeps = request.params.write_cache and not request.is_revoked
-    return ChunkState(request.state.source, request.state.writes(start, end, keeps=keeps))
+    return ChunkState(request.state_lease.source, request.state_lease.writes(start, end, keeps=keeps))
 
 
 def _num_logit_rows(token_slice: Slice) -> int:
