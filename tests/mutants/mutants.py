@@ -1572,13 +1572,13 @@ DOCTOR_MUTANTS = (
     ),
     Mutant("doctor/examination.py", "key=lambda each: each[0], reverse=True", "key=lambda each: each[0]"),
     Mutant("doctor/examination.py", "start = self.start if self.is_permuted else end", "start = end"),
-    Mutant("doctor/replay.py", "elsewhere.lost_tokens >= finding.lost_tokens", "True"),
+    Mutant("doctor/replay.py", "namespace_finding.lost_tokens >= finding.lost_tokens", "True"),
     Mutant("doctor/replay.py", "            tokens = changed\n        else", "            break\n        else"),
     Mutant("doctor/replay.py", "evicted_for == namespace.tenant", "True"),
-    Mutant("doctor/diagnosis.py", "before.computed_tokens - latest.computed_tokens", "group.lost_tokens"),
-    Mutant("doctor/causes.py", "has_summary[0] != has_summary[1] or _is_after(_SUMMARY, comparison)", "False"),
+    Mutant("doctor/diagnosis.py", "previous.computed_tokens - latest.computed_tokens", "group.lost_tokens"),
+    Mutant("doctor/causes.py", "prompt_has_summary != branch_has_summary or _is_after(_SUMMARY, comparison)", "False"),
     Mutant("doctor/content_index.py", "(chosen ^ np.uint64(seed)).tolist()", "chosen.tolist()"),
-    Mutant("doctor/block_examination.py", "if start >= num_others - 1:", "if start >= num_others:"),
+    Mutant("doctor/block_examination.py", "if start >= num_previous_ids - 1:", "if start >= num_previous_ids:"),
 )
 FLEET_MUTANTS = (
     Mutant("service/fleet/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
