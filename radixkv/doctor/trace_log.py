@@ -23,7 +23,8 @@ def trace_log(requests: Sequence[TraceRequest]) -> PromptLog:
     numbers_by_id: dict[int, int] = {}
     for index, each in enumerate(requests):
         num_whole_blocks = each.input_length // each.tokens_per_id
-        # The first id of an answer is that of the block in which the prompt ends, as the next turn contains it.
+        # The last id is the first one of the answer: that of the block in which the prompt ends, as the next turn
+        # contains it; or that of the block after the prompt, if the prompt ends with a whole block.
         ids = each.hash_ids if not each.output_ids else (*each.hash_ids[:num_whole_blocks], *each.output_ids[:1])
         prompt = LoggedPrompt(
             f"request {index + 1}", each.input_length, Namespace("trace"), each.session, each.timestamp_ms / 1000
