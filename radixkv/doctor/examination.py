@@ -20,7 +20,8 @@ MAX_DIFFERENCES = 64
 """Maximum number of examined differences between two prompts. A template may write something before each message."""
 
 _MAX_TEXT_TOKENS = 512  # of each side of a difference whose text is searched for a cause
-_MIN_LIKENESS = 0.25  # of the most similar prompt's likeness; after a vague finding, less similar prompts are ignored
+# After a vague finding, prompts with less than this share of the most similar prompt's likeness are not examined.
+_MIN_LIKENESS = 0.25
 
 
 class Earlier(NamedTuple):
@@ -92,7 +93,7 @@ class Examiner:
             min_lost_tokens: losses of fewer tokens are not reported.
             segment_of: returns the name of the segment of a position in `tokens`; None for `prompt.segment_of`.
         """
-        compared: list[tuple[int, Earlier, list[_Difference]]] = []  # with the likeness of each earlier prompt
+        compared: list[tuple[int, Earlier, list[_Difference]]] = []  # by likeness
         for other in earlier:
             start = num_equal_tokens(tokens, other.tokens)
             if start < min(tokens.size, other.tokens.size):

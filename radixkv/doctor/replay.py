@@ -175,24 +175,24 @@ class Replay:
 
     def _replay_prompt(self, index: int) -> ReplayedPrompt:
         prompt = self._log.prompts[index]
-        tokens, answer = self._log.tokens(index)
+        logged_tokens, answer = self._log.tokens(index)
         self._now_s = max(self._now_s + MIN_STEP_S, prompt.time_s or 0.0)
-        namespace, changed, finding, num_cached = self._fix_prompt(prompt, tokens)
-        self._num_units += len(changed) // TOKEN_BYTES
+        namespace, tokens, finding, num_cached = self._fix_prompt(prompt, logged_tokens)
+        self._num_units += len(tokens) // TOKEN_BYTES
         if finding is not None and finding.lost_tokens < self._min_lost_tokens:
             finding = None
         is_first = not num_cached and finding is None
-        _publish(self._unbounded, namespace, changed, answer)
-        num_tokens = prompt.num_tokens + (len(changed) - len(tokens)) // TOKEN_BYTES
+        _publish(self._unbounded, namespace, tokens, answer)
+        num_tokens = prompt.num_tokens + (len(tokens) - len(logged_tokens)) // TOKEN_BYTES
         num_reused = num_cached
         cache_finding: Finding | None = None  # what the cache lost, and not the sender
         if self._bounded is not None:
-            num_reused, cache_finding = self._replay_bounded(prompt, namespace, changed, answer, num_cached)
+            num_reused, cache_finding = self._replay_bounded(prompt, namespace, tokens, answer, num_cached)
         elif prompt.reported is not None and not self._fixed:
             cache_finding = self._reported_loss(prompt, num_cached)
         if cache_finding is not None and (finding is None or cache_finding.lost_tokens > finding.lost_tokens):
             finding = cache_finding
-        self._remember(index, prompt, namespace, changed, tokens, answer)
+        self._remember(index, prompt, namespace, tokens, answer, is_changed=tokens != logged_tokens)
         return ReplayedPrompt(num_tokens, min(self._units_to_tokens(num_reused), num_tokens - 1), finding, is_first)
 
     def _units_to_tokens(self, units: int) -> int:
@@ -312,17 +312,18 @@ class Replay:
         return Finding(GroupKey(cause), reported.cached_tokens, num_lost_tokens)
 
     def _remember(
-        self, index: int, prompt: LoggedPrompt, namespace: Namespace, changed: bytes, tokens: bytes, answer: bytes
+        self, index: int, prompt: LoggedPrompt, namespace: Namespace, tokens: bytes, answer: bytes, *, is_changed: bool
     ) -> None:
-        changed_and_answer = changed + answer
-        if changed != tokens:
-            self._changed_numbers[index] = self._changed.add(changed_and_answer)
-        self._index.add(index, namespace.seed, as_uint32(changed_and_answer))
+        """Remember a replayed prompt, so that later ones are compared with it."""
+        tokens_and_answer = tokens + answer
+        if is_changed:
+            self._changed_numbers[index] = self._changed.add(tokens_and_answer)
+        self._index.add(index, namespace.seed, as_uint32(tokens_and_answer))
         if prompt.session:
             former = self._sessions.setdefault((namespace, prompt.session), deque(maxlen=_MAX_FORMER))
             former.appendleft(index)
-        if len(changed) >= MIN_EQUAL_TOKENS * TOKEN_BYTES:
-            head = changed[: MIN_EQUAL_TOKENS * TOKEN_BYTES]
+        if len(tokens) >= MIN_EQUAL_TOKENS * TOKEN_BYTES:
+            head = tokens[: MIN_EQUAL_TOKENS * TOKEN_BYTES]
             namespaces = self._namespaces_by_head.setdefault(head, OrderedDict())
             namespaces[namespace] = None
             namespaces.move_to_end(namespace)

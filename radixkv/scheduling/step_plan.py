@@ -151,24 +151,24 @@ class StepPlan:
 
     def _serve_tenant(self, queue: TenantQueue, turn_tokens: int) -> int:
         """Serve one tenant, using at most `turn_tokens` of the step. Returns the tokens used."""
-        left = turn_tokens
+        tokens_left = turn_tokens
         if queue.running:
             prefills = [request for request in queue.running if self._num_left(request) and not request.is_decoding]
             if prefills and sum(map(self._num_left, prefills)) >= turn_tokens:
-                left -= self._serve_short(queue, prefills, turn_tokens // _SHORT_SHARE)
+                tokens_left -= self._serve_short(queue, prefills, turn_tokens // _SHORT_SHARE)
             for request in prefills:
-                left -= self._grant(request, left)
-        while left and (request := self._next_to_admit(queue, left)) is not None:
-            admission, used = self._serve_new(queue, request, left)
-            left -= used
+                tokens_left -= self._grant(request, tokens_left)
+        while tokens_left and (request := self._next_to_admit(queue, tokens_left)) is not None:
+            admission, used = self._serve_new(queue, request, tokens_left)
+            tokens_left -= used
             if admission is Admission.NO_ROOM:
                 self.blocked = request
             must_wait = admission in (Admission.NO_ROOM, Admission.OVER_QUOTA)
             if must_wait or self._work_clock() >= self._admission_end_s:
                 break
-        if left and self.blocked is not None:
-            left -= self._serve_ending_with_step(queue, left)
-        return turn_tokens - left
+        if tokens_left and self.blocked is not None:
+            tokens_left -= self._serve_ending_with_step(queue, tokens_left)
+        return turn_tokens - tokens_left
 
     def _serve_short(self, queue: TenantQueue, prefills: list[Request], max_tokens: int) -> int:
         """Serve requests that have fewer tokens left than the first running prefill, the one with the fewest first.
@@ -181,15 +181,15 @@ class StepPlan:
         by_length = [(self._admitter.urgent_tokens(each) - self._granted.get(each, 0), each) for each in others]
         by_length += [(request.num_tokens - cached, request) for request, cached in self._candidates(queue)]
         by_length.sort(key=lambda pair: (pair[0], pair[1].rank))
-        left = max_tokens
+        tokens_left = max_tokens
         for num_left, request in by_length:
-            if not left or num_left >= self._num_left(first):
+            if not tokens_left or num_left >= self._num_left(first):
                 break
             if request in self._running:
-                left -= self._grant(request, left)
-            elif self._has_place_for(queue) and (self.blocked is None or self._ends_with_step(request, left)):
-                left -= self._serve_new(queue, request, left)[1]
-        return max_tokens - left
+                tokens_left -= self._grant(request, tokens_left)
+            elif self._has_place_for(queue) and (self.blocked is None or self._ends_with_step(request, tokens_left)):
+                tokens_left -= self._serve_new(queue, request, tokens_left)[1]
+        return max_tokens - tokens_left
 
     def _serve_ending_with_step(self, queue: TenantQueue, max_tokens: int) -> int:
         """Serve requests that release all their blocks at the end of the step, while another request waits for blocks.
@@ -197,37 +197,37 @@ class StepPlan:
         Returns:
             The tokens used, at most `max_tokens`.
         """
-        left = max_tokens
+        tokens_left = max_tokens
         for request, _ in self._candidates(queue):
-            if self._has_place_for(queue) and self._ends_with_step(request, left):
-                left -= self._serve_new(queue, request, left)[1]
-        return max_tokens - left
+            if self._has_place_for(queue) and self._ends_with_step(request, tokens_left):
+                tokens_left -= self._serve_new(queue, request, tokens_left)[1]
+        return max_tokens - tokens_left
 
-    def _serve_new(self, queue: TenantQueue, request: Request, left: int) -> tuple[Admission, int]:
+    def _serve_new(self, queue: TenantQueue, request: Request, tokens_left: int) -> tuple[Admission, int]:
         """Try to admit and serve a waiting request. If it is refused, charge its tenant for the search of the tree.
 
         Returns:
             The outcome, and the tokens used.
         """
-        admission = self._admit(queue, request, left)
+        admission = self._admit(queue, request, tokens_left)
         used = 0
         if admission is Admission.ADMITTED:
-            used = self._grant(request, left)
+            used = self._grant(request, tokens_left)
         elif admission is Admission.ENDED:
             cost = 1 + request.num_nodes // _NODES_PER_TOKEN
-            used = min(cost, left, self._budget)
+            used = min(cost, tokens_left, self._budget)
             self._budget -= used
             self._queues.charge(queue, cost)
         return admission, used
 
-    def _ends_with_step(self, request: Request, left: int) -> bool:
-        """Whether a waiting request would end with this step, given `left` tokens for it."""
+    def _ends_with_step(self, request: Request, tokens_left: int) -> bool:
+        """Whether a waiting request would end with this step, given `tokens_left` tokens for it."""
         if request.generation is not None or request.params.hold_lease:
             return False
-        return request.num_tokens - self._cached_tokens.get(request, 0) <= left
+        return request.num_tokens - self._cached_tokens.get(request, 0) <= tokens_left
 
-    def _next_to_admit(self, queue: TenantQueue, left: int) -> Request | None:
-        """Choose the tenant's next request to admit, given `left` tokens for it; None if none may be admitted."""
+    def _next_to_admit(self, queue: TenantQueue, tokens_left: int) -> Request | None:
+        """Choose the tenant's next request to admit, given `tokens_left` for it; None if none may be admitted."""
         if not queue.waiting or not self._has_place_for(queue):
             return None
         if self.blocked is not None:
@@ -235,7 +235,7 @@ class StepPlan:
         first = self._first_candidate(queue)
         if first is None or len(queue.waiting) == 1:
             return first
-        if queue.num_passed_over >= _MAX_PASSED_OVER or self._has_tokens_for_all(queue, left):
+        if queue.num_passed_over >= _MAX_PASSED_OVER or self._has_tokens_for_all(queue, tokens_left):
             return first
         equally_urgent = [
             (request, cached_tokens)
@@ -244,21 +244,21 @@ class StepPlan:
         ]
         return max(equally_urgent, key=lambda candidate: candidate[1])[0]  # the first of equally long prefixes
 
-    def _has_tokens_for_all(self, queue: TenantQueue, left: int) -> bool:
-        """Whether `left` tokens are enough for all waiting requests, so that their order does not matter."""
+    def _has_tokens_for_all(self, queue: TenantQueue, tokens_left: int) -> bool:
+        """Whether `tokens_left` tokens are enough for all waiting requests, so that their order does not matter."""
         if len(queue.waiting) > min(_MAX_CANDIDATES, self._max_running_requests - len(self._running)):
             return False
         num_tokens: int = sum(request.num_tokens for request in queue.waiting)
-        return num_tokens <= left
+        return num_tokens <= tokens_left
 
-    def _admit(self, queue: TenantQueue, request: Request, left: int) -> Admission:
-        """Try to admit a waiting request, given `left` tokens for it, and move it to the requests in its new state."""
+    def _admit(self, queue: TenantQueue, request: Request, tokens_left: int) -> Admission:
+        """Try to admit a waiting request, given `tokens_left` for it, and move it to the requests in its new state."""
         if request.compression is not None and not self._compressed_places_left:
             if self.blocked is request:
                 self.blocked = None
             return Admission.OVER_QUOTA
         is_first = request is self._first_candidate(queue)
-        ends_with_step = self._ends_with_step(request, left)
+        ends_with_step = self._ends_with_step(request, tokens_left)
         cached_tokens = self._cached_tokens.get(request)
         admission = self._admitter.admit(request, cached_tokens, self._running, ends_with_step=ends_with_step)
         if admission is Admission.ADMITTED:

@@ -427,8 +427,10 @@ ENGINE_MUTANTS = (
     ),
     Mutant("scheduling/step_plan.py", "max(equally_urgent, key=", "min(equally_urgent, key="),
     Mutant("scheduling/step_plan.py", "                self.blocked = request\n", "                pass\n"),
-    Mutant("scheduling/step_plan.py", "(self.blocked is None or self._ends_with_step(request, left))", "True"),
-    Mutant("scheduling/step_plan.py", "if not left or num_left >= self._num_left(first):", "if not left:"),
+    Mutant("scheduling/step_plan.py", "(self.blocked is None or self._ends_with_step(request, tokens_left))", "True"),
+    Mutant(
+        "scheduling/step_plan.py", "if not tokens_left or num_left >= self._num_left(first):", "if not tokens_left:"
+    ),
     Mutant("scheduling/step_plan.py", "turn_tokens // _SHORT_SHARE", "0"),
     Mutant("scheduling/step_plan.py", "        self._decode(decoding[:max_decodes])\n", "        self._decode([])\n"),
     Mutant("scheduling/step_plan.py", "self._admitter.urgent_tokens(each) - ", "each.num_left - "),
