@@ -89,27 +89,27 @@ class Step:
             Exception: whatever the forward pass raised, when it was started or later.
         """
         are_last = [end == request.num_tokens for request, _, end in self.slices]
-        last = [each.request for each, is_last in zip(self.slices, are_last, strict=True) if is_last]
-        allowed = allowed_tokens(last)  # computed while the device is busy
+        predicted = [each.request for each, is_last in zip(self.slices, are_last, strict=True) if is_last]
+        allowed = allowed_tokens(predicted)  # computed while the device is busy
         step = self._wait()
         del self._wait  # frees device memory before the next step is started
-        if len(step.logits) > len(last):
-            return self._results_with_prompt_logprobs(step, are_last, last, allowed)
-        predictions = iter(predict(step.logits, step.most_likely, last, allowed))
+        if len(step.logits) > len(predicted):
+            return self._results_with_prompt_logprobs(step, are_last, predicted, allowed)
+        predictions = iter(predict(step.logits, step.most_likely, predicted, allowed))
         return [
             SliceResult(each, is_finite, next(predictions) if is_last else None)
             for each, is_finite, is_last in zip(self.slices, step.is_finite, are_last, strict=True)
         ]
 
     def _results_with_prompt_logprobs(
-        self, step: StepResult, are_last: Sequence[bool], last: Sequence[Request], allowed: Mapping[int, Allowed]
+        self, step: StepResult, are_last: Sequence[bool], predicted: Sequence[Request], allowed: Mapping[int, Allowed]
     ) -> list[SliceResult]:
         """Return the results of a step that also computes log probabilities of prompts."""
         row_ends = list(itertools.accumulate(map(_num_logit_rows, self.slices)))
         row_starts = (0, *row_ends)
         rows = [end - 1 for end, is_last in zip(row_ends, are_last, strict=True) if is_last]
         most_likely = [step.most_likely[row] for row in rows]
-        predictions = iter(predict(step.logits[rows], most_likely, last, allowed))
+        predictions = iter(predict(step.logits[rows], most_likely, predicted, allowed))
         return [
             SliceResult(
                 each,
@@ -147,7 +147,7 @@ class PreparedStep:
 def start_step(
     runner: Runner, slices: Sequence[Slice], now_s: float, watcher_of: Callable[[Request], KeptEntries | None]
 ) -> Step:
-    """Start a forward pass over at least one slice. `watcher_of` returns what observes a request's queries, if any."""
+    """Start a forward pass over at least one slice. `watcher_of` returns the watcher of a request's queries, if any."""
 
     def start() -> Wait:
         chunks = []

@@ -446,7 +446,7 @@ ENGINE_MUTANTS = (
         "engine/completion.py", "is_purged = request.is_revoked or lease.is_revoked", "is_purged = lease.is_revoked"
     ),
     Mutant("engine/completion.py", "        lease.copy = None  # the step has made the copy\n", ""),
-    Mutant("engine/completion.py", "publishable > request.open_lease.committed_tokens", "is_first_token"),
+    Mutant("engine/completion.py", "publishable_tokens > request.open_lease.committed_tokens", "is_first_token"),
     Mutant("engine/preemption.py", "        request.release()\n", "        request.lease = None\n"),
     Mutant("engine/preemption.py", "key=lambda holder: holder.arrival,", "key=lambda holder: -holder.arrival,"),
     Mutant("engine/cancellation.py", "            self._deadlines.remove(", "            len("),
@@ -542,7 +542,7 @@ ENGINE_MUTANTS = (
     Mutant("engine/completion.py", "request.generation.is_finished = True", "pass"),
     Mutant("engine/cancellation.py", "request.is_over or self.is_failing(request)", "request.is_over"),
     Mutant("engine/sampler.py", "torch.where(scores > 0, scores / factor, scores * factor)", "scores / factor"),
-    Mutant("engine/sampler.py", "ordered.masked_fill(ordered < least, -torch.inf)", "ordered"),
+    Mutant("engine/sampler.py", "ordered.masked_fill(ordered < min_scores, -torch.inf)", "ordered"),
     Mutant("engine/sampler.py", "in stop_token_ids if 0 <= token_id < num_logits]", "in stop_token_ids]"),
     Mutant("engine/sampler.py", "in sampling.logit_bias if 0 <= token_id < num_logits]", "in sampling.logit_bias]"),
     Mutant("engine/sampler.py", "    count = min(count, logits.shape[1])\n    return", "    return"),
