@@ -30,7 +30,7 @@ _SAMPLING = {field.name for field in dataclasses.fields(Sampling)} - {"max_new_t
 
 def purge_at_once(core: EngineCore, *, tenant: str | None, salt: str | None = None) -> Purged:
     """Purge namespaces without a step in between, and without waiting for responses of stores."""
-    return all_slices(core.purging(tenant=tenant, adapter=None, salt=salt)).purged
+    return all_slices(core.purge_in_slices(tenant=tenant, adapter=None, salt=salt)).purged
 
 
 class Bench:

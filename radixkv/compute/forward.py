@@ -33,8 +33,8 @@ class ChunkState(NamedTuple):
 
     Attributes:
         source: the slot of the state before its first token; None for the beginning of a sequence.
-        writes: pairs of a position, after the chunk's start and up to its end, and the slot that the state after this
-            position is written to. This may be `source`, which is read first.
+        writes: pairs of a number of tokens, above the chunk's start and at most its end, and a slot: the state after
+            this many tokens of the sequence is written to the slot. The slot may be `source`, which is read first.
     """
 
     source: int | None
@@ -154,15 +154,19 @@ def lay_out(
     logit_rows = [
         row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logit_rows, end)
     ]
-    positions = batch.positions  # of the entries that the blocks contain
+    positions = batch.positions  # without the dropped tokens
     if any(chunk.num_dropped for chunk in chunks):
         positions += np.repeat([chunk.num_dropped for chunk in chunks], batch.query_lens)
-    adapters, parts = _adapter_ranges(chunks, batch.query_starts), _part_batch(chunks, block_size)
+    adapters = _adapter_ranges(chunks, batch.query_starts)
+    parts = _part_batch(chunks, block_size)
     watched = [
         WatchedRows(end - chunk.num_tokens, end, chunk.watcher)
         for chunk, end in zip(chunks, ends, strict=True)
         if chunk.watcher is not None
     ]
+    last_layer = None
+    if can_shorten_last_layer and not (adapters or watched or parts):
+        last_layer = _last_layer_batch(chunks, block_size)
     return StepLayout(
         torch.from_numpy(positions),
         torch.tensor(logit_rows, dtype=torch.int64),
@@ -171,9 +175,7 @@ def lay_out(
         watched,
         None if states is None else _state_rows(chunks, batch.query_starts, states),
         parts,
-        _last_layer_batch(chunks, block_size)
-        if can_shorten_last_layer and not (adapters or watched or parts)
-        else None,
+        last_layer,
     )
 
 
@@ -183,18 +185,18 @@ def _part_batch(chunks: Sequence[Chunk], block_size: int) -> PagedBatch | None:
     if not tables:
         return None
     require_invariant("parts", len(tables) == len(chunks), "some chunks have parts, and others do not")
-    lens = [chunk.num_tokens for chunk in chunks]
-    return PagedBatch.build(lens, [chunk.end for chunk in chunks], tables, block_size)
+    query_lens = [chunk.num_tokens for chunk in chunks]
+    return PagedBatch.build(query_lens, [chunk.end for chunk in chunks], tables, block_size)
 
 
 def _last_layer_batch(chunks: Sequence[Chunk], block_size: int) -> PagedBatch | None:
     """Lay out the rows whose logits are returned, or else the last row; None if these are almost all rows."""
     needed = [(chunk, chunk.num_logit_rows) for chunk in chunks if chunk.num_logit_rows] or [(chunks[-1], 1)]
-    lens = [num_rows for _, num_rows in needed]
-    if sum(chunk.num_tokens for chunk in chunks) - sum(lens) < _MIN_SKIPPED_ROWS:
+    query_lens = [num_rows for _, num_rows in needed]
+    if sum(chunk.num_tokens for chunk in chunks) - sum(query_lens) < _MIN_SKIPPED_ROWS:
         return None
     kv_lens = [chunk.end - chunk.num_dropped for chunk, _ in needed]
-    return PagedBatch.build(lens, kv_lens, [chunk.block_ids for chunk, _ in needed], block_size)
+    return PagedBatch.build(query_lens, kv_lens, [chunk.block_ids for chunk, _ in needed], block_size)
 
 
 def _state_rows(chunks: Sequence[Chunk], starts: Sequence[int], states: StatePool) -> StateRows:
@@ -205,12 +207,12 @@ def _state_rows(chunks: Sequence[Chunk], starts: Sequence[int], states: StatePoo
     """
     sources, writes = [], []
     for index, chunk in enumerate(chunks):
-        source, kept = chunk.state or ChunkState(None, ())
+        source, chunk_writes = chunk.state or ChunkState(None, ())
         require_invariant(
             "states", source is not None or not chunk.start, "a chunk continues a sequence without a state"
         )
         sources.append(states.start if source is None else source)
-        for position, slot in kept:
+        for position, slot in chunk_writes:
             require_invariant("states", chunk.start < position <= chunk.end, "a state is written outside a chunk")
             writes.append((index, position - chunk.start, slot))
     return StateRows.build(starts, sources, writes, states.shape.num_inputs)
@@ -227,8 +229,8 @@ def _adapter_ranges(chunks: Sequence[Chunk], starts: Sequence[int]) -> list[Adap
 
 def pack_tokens(chunks: Sequence[Chunk]) -> torch.Tensor:
     """Return the tokens of some chunks, one chunk after the other, int64 `[num_tokens]` on the host."""
-    parts = [chunk.tokens[chunk.start * TOKEN_BYTES : chunk.end * TOKEN_BYTES] for chunk in chunks]
-    packed = np.frombuffer(b"".join(parts), dtype="<u4")
+    token_bytes = [chunk.tokens[chunk.start * TOKEN_BYTES : chunk.end * TOKEN_BYTES] for chunk in chunks]
+    packed = np.frombuffer(b"".join(token_bytes), dtype="<u4")
     return torch.from_numpy(packed.astype(np.int64))
 
 

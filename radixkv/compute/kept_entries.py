@@ -20,17 +20,17 @@ def copy_entries(pool: KVPool, chosen: torch.Tensor, sources: torch.Tensor, targ
 
     Args:
         pool: the K/V.
-        chosen: int64 `[num_layers, num_kv_heads, num_entries]`, the positions of entries in `sources`.
+        chosen: int64 `[num_layers, num_kv_heads, num_entries]`, indices of entries in `sources`.
         sources: int64, blocks in order.
-        targets: int64, other blocks in order, with room for them.
+        targets: int64, other blocks in order, with room for the chosen entries.
     """
-    size = pool.block_size
+    block_size = pool.block_size
     heads = torch.arange(pool.num_kv_heads, device=chosen.device)[:, None]
-    places = torch.arange(chosen.shape[-1], device=chosen.device)
-    for layer, positions in enumerate(chosen):  # [num_kv_heads, num_entries]
-        source_slots = (sources[positions // size], layer, slice(None), heads, positions % size)
-        target_slots = (targets[places // size], layer, slice(None), heads, places % size)
-        for stored in _stored(pool):
+    target_entries = torch.arange(chosen.shape[-1], device=chosen.device)
+    for layer, source_entries in enumerate(chosen):  # [num_kv_heads, num_entries]
+        source_slots = (sources[source_entries // block_size], layer, slice(None), heads, source_entries % block_size)
+        target_slots = (targets[target_entries // block_size], layer, slice(None), heads, target_entries % block_size)
+        for stored in _stored_tensors(pool):
             stored[target_slots] = stored[source_slots]
 
 
@@ -40,19 +40,19 @@ def move_entries(pool: KVPool, block_ids: torch.Tensor, source: int, targets: to
     Args:
         pool: the K/V.
         block_ids: int64, the blocks of the request.
-        source: the position of the entries to move.
-        targets: int64 `[num_layers, num_kv_heads]`, the positions to which they are moved.
+        source: the index of the entry to move, the same for all heads.
+        targets: int64 `[num_layers, num_kv_heads]`, the indices of the entries that are overwritten.
     """
-    size = pool.block_size
+    block_size = pool.block_size
     layers = torch.arange(pool.num_layers, device=targets.device)[:, None]
     heads = torch.arange(pool.num_kv_heads, device=targets.device)
-    source_slots = (block_ids[source // size], layers, slice(None), heads, source % size)
-    target_slots = (block_ids[targets // size], layers, slice(None), heads, targets % size)
-    for stored in _stored(pool):
+    source_slots = (block_ids[source // block_size], layers, slice(None), heads, source % block_size)
+    target_slots = (block_ids[targets // block_size], layers, slice(None), heads, targets % block_size)
+    for stored in _stored_tensors(pool):
         stored[target_slots] = stored[source_slots]
 
 
-def _stored(pool: KVPool) -> list[torch.Tensor]:
+def _stored_tensors(pool: KVPool) -> list[torch.Tensor]:
     return [pool.values] if pool.scales is None else [pool.values, pool.scales]
 
 
@@ -60,10 +60,10 @@ _POOLING_SIZE = 5  # kernel size of the average pooling, as in the published cod
 
 
 def first_and_last(num_tokens: int, num_sinks: int, num_entries: int) -> torch.Tensor:
-    """Choose the first tokens and the last ones.
+    """Choose the first `num_sinks` tokens and the last ones, `num_entries` tokens together.
 
     Returns:
-        int64 `[num_entries]`.
+        Positions, int64 `[num_entries]`.
     """
     first = torch.arange(num_sinks)
     return torch.cat((first, torch.arange(num_tokens - (num_entries - num_sinks), num_tokens)))
@@ -74,18 +74,18 @@ def heaviest_and_last(mass: torch.Tensor, window: int, num_entries: int, *, is_p
 
     Args:
         mass: attention mass, float32 `[num_layers, num_kv_heads, num_tokens]`.
-        window: last tokens that are always chosen, below `num_entries`.
-        num_entries: tokens to choose, below `num_tokens`.
+        window: number of last tokens that are always chosen, below `num_entries`.
+        num_entries: number of tokens to choose, below `num_tokens`.
         is_pooled: whether the mass of a token is averaged over its neighbors, so that adjacent tokens stay together.
 
     Returns:
-        int64 `[num_layers, num_kv_heads, num_entries]`.
+        Positions, int64 `[num_layers, num_kv_heads, num_entries]`.
     """
     num_tokens = mass.shape[-1]
-    before = mass[..., : num_tokens - window]
+    earlier_mass = mass[..., : num_tokens - window]
     if is_pooled:
-        before = avg_pool1d(before, _POOLING_SIZE, stride=1, padding=_POOLING_SIZE // 2)
-    order = before.sort(dim=-1, descending=True, stable=True).indices
+        earlier_mass = avg_pool1d(earlier_mass, _POOLING_SIZE, stride=1, padding=_POOLING_SIZE // 2)
+    order = earlier_mass.sort(dim=-1, descending=True, stable=True).indices
     heaviest = order[..., : num_entries - window].sort(dim=-1).values
     last = torch.arange(num_tokens - window, num_tokens, device=mass.device)
     return torch.cat((heaviest, last.expand(*mass.shape[:2], window)), dim=-1)
@@ -114,28 +114,30 @@ def attention_mass(
     """
     assert scoring.window is None, "entries are not ordered by position, so a window cannot be applied"
     num_kv_heads = pool.num_kv_heads
-    stored = pool.keys[block_ids, layer]  # [num_blocks, num_kv_heads, block_size, head_dim]
+    stored_keys = pool.keys[block_ids, layer]  # [num_blocks, num_kv_heads, block_size, head_dim]
     if pool.scales is None:
-        key = stored.float()
+        key = stored_keys.float()
     else:
-        key = dequantize(stored, pool.scales[block_ids, layer, 0], key_dtype(pool.dtype))
+        key = dequantize(stored_keys, pool.scales[block_ids, layer, 0], key_dtype(pool.dtype))
     key = key.transpose(0, 1).flatten(1, 2)[:, :num_entries]  # [num_kv_heads, num_entries, head_dim]
-    first = num_entries - query.shape[0]
-    total = torch.zeros(num_kv_heads, num_entries, device=query.device)
+    first_query_entry = num_entries - query.shape[0]
+    mass = torch.zeros(num_kv_heads, num_entries, device=query.device)
     for start in range(0, query.shape[0], _QUERIES_AT_ONCE):
         rows = query[start : start + _QUERIES_AT_ONCE].float()
         by_head = torch.unflatten(rows, 1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, rows, head_dim]
         scores = torch.matmul(by_head, key[:, None].transpose(2, 3)) * scoring.scale
         if scoring.softcap is not None:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        places = torch.arange(num_entries, device=query.device)
-        own = first + start + torch.arange(rows.shape[0], device=query.device)
-        scores = scores.masked_fill(places > own[:, None], float("-inf"))  # [kv_heads, group, rows, num_entries]
+        entries = torch.arange(num_entries, device=query.device)
+        query_entries = first_query_entry + start + torch.arange(rows.shape[0], device=query.device)
+        scores = scores.masked_fill(
+            entries > query_entries[:, None], float("-inf")
+        )  # [kv_heads, group, rows, num_entries]
         if scoring.sinks is not None:
             sinks = torch.unflatten(scoring.sinks.float(), 0, (num_kv_heads, -1))[:, :, None, None]
             scores = torch.cat((scores, sinks.expand(*scores.shape[:3], 1)), dim=-1)
-        total += scores.softmax(dim=-1)[..., :num_entries].sum(dim=(1, 2))
-    return total
+        mass += scores.softmax(dim=-1)[..., :num_entries].sum(dim=(1, 2))
+    return mass
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,7 @@ class KeptEntries:
         self._block_ids = torch.from_numpy(block_ids).long()
         self._positions = positions
         self._mass = mass
-        self._seen: dict[int, torch.Tensor] = {}  # attention of the current step, by layer
+        self._step_mass: dict[int, torch.Tensor] = {}  # of the current step, by layer
 
     @classmethod
     def of_prompt(cls, runner: Runner, rule: KeepRule, prompt: Chunk, block_ids: BlockIds) -> KeptEntries:
@@ -215,17 +217,19 @@ class KeptEntries:
         """
         pool, num_tokens = runner.storage.pool, prompt.end
         num_kept = min(rule.num_entries, num_tokens)
-        observed = None if rule.num_observed == 0 else _observe(runner, prompt, min(rule.num_observed, num_tokens))
+        prompt_mass = None if rule.num_observed == 0 else _observe(runner, prompt, min(rule.num_observed, num_tokens))
         if num_kept == num_tokens:
             chosen = torch.arange(num_tokens)
-        elif observed is None:
+        elif prompt_mass is None:
             chosen = first_and_last(num_tokens, rule.num_sinks, num_kept)
         else:
-            chosen = heaviest_and_last(observed, rule.num_recent, num_kept, is_pooled=rule.is_pooled)
+            chosen = heaviest_and_last(prompt_mass, rule.num_recent, num_kept, is_pooled=rule.is_pooled)
         positions = chosen.expand(pool.num_layers, pool.num_kv_heads, num_kept).contiguous()
         sources, targets = (torch.from_numpy(ids).long() for ids in (prompt.block_ids, block_ids))
         copy_entries(pool, positions, sources, targets)
-        mass = observed.gather(-1, positions) if observed is not None and rule.weighs_generated else None
+        mass = None
+        if prompt_mass is not None and rule.weighs_generated:
+            mass = prompt_mass.gather(-1, positions)
         return cls(pool, rule, block_ids, positions, mass)
 
     @property
@@ -246,16 +250,17 @@ class KeptEntries:
     def see(self, layer: int, query: torch.Tensor, scoring: Scoring) -> None:
         """See `QueryWatcher.see`."""
         num_entries = self.num_entries + query.shape[0]
-        self._seen[layer] = attention_mass(query, self._pool, layer, self._block_ids, num_entries, scoring)
+        self._step_mass[layer] = attention_mass(query, self._pool, layer, self._block_ids, num_entries, scoring)
 
     def append(self, position: int) -> None:
         """Record that a step has written the entries of one more token."""
-        new = torch.full((*self._positions.shape[:2], 1), position)
-        self._positions = torch.cat((self._positions, new), dim=-1)
+        new_positions = torch.full((*self._positions.shape[:2], 1), position)
+        self._positions = torch.cat((self._positions, new_positions), dim=-1)
         if self._mass is not None:
-            seen = torch.stack([self._seen[layer] for layer in range(self._pool.num_layers)])
-            self._mass = torch.cat((self._mass, torch.zeros_like(new, dtype=torch.float32)), dim=-1) + seen
-        self._seen = {}
+            step_mass = torch.stack([self._step_mass[layer] for layer in range(self._pool.num_layers)])
+            new_mass = torch.zeros_like(new_positions, dtype=torch.float32)
+            self._mass = torch.cat((self._mass, new_mass), dim=-1) + step_mass
+        self._step_mass = {}
 
     def drop(self) -> None:
         """Drop an entry of each head: the one with the least attention, or the oldest if attention is not observed.
@@ -263,17 +268,17 @@ class KeptEntries:
         First tokens and recent tokens are kept. Recent tokens are those that will be among the last `num_recent` tokens
         after the next one.
         """
-        last = int(self._positions.max())
-        can_drop = (self._positions >= self._rule.num_sinks) & (self._positions <= last + 1 - self._rule.num_recent)
-        order = self._positions.float() if self._mass is None else self._mass
-        places = order.masked_fill(~can_drop, float("inf")).argmin(dim=-1)  # [num_layers, num_kv_heads]
-        end = self.num_entries - 1
-        move_entries(self._pool, self._block_ids, end, places)
-        self._positions = _remove_one(self._positions, places)
-        self._mass = None if self._mass is None else _remove_one(self._mass, places)
+        last_position = int(self._positions.max())
+        first_recent = last_position + 2 - self._rule.num_recent
+        can_drop = (self._positions >= self._rule.num_sinks) & (self._positions < first_recent)
+        ranking = self._positions.float() if self._mass is None else self._mass
+        dropped = ranking.masked_fill(~can_drop, float("inf")).argmin(dim=-1)  # [num_layers, num_kv_heads]
+        move_entries(self._pool, self._block_ids, self.num_entries - 1, dropped)
+        self._positions = _remove_one(self._positions, dropped)
+        self._mass = None if self._mass is None else _remove_one(self._mass, dropped)
 
 
-class _Observation:
+class _PromptWatcher:
     """Observes the last queries of a prompt."""
 
     def __init__(self, pool: KVPool, prompt: Chunk) -> None:
@@ -289,12 +294,12 @@ class _Observation:
 
 def _observe(runner: Runner, prompt: Chunk, num_observed: int) -> torch.Tensor:
     """Return the attention of the last queries of a prompt, float32 `[num_layers, num_kv_heads, num_tokens]`."""
-    observation = _Observation(runner.storage.pool, prompt)
-    runner.observe(prompt, num_observed, observation)
-    return torch.stack([observation.masses[layer] for layer in range(runner.storage.pool.num_layers)])
+    watcher = _PromptWatcher(runner.storage.pool, prompt)
+    runner.observe(prompt, num_observed, watcher)
+    return torch.stack([watcher.masses[layer] for layer in range(runner.storage.pool.num_layers)])
 
 
-def _remove_one(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Remove the value at one place of each row. The last value of the row takes this place."""
-    values = values.scatter(-1, places[..., None], values[..., -1:])
+def _remove_one(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Remove the value at one index of each row. The last value of the row takes its place."""
+    values = values.scatter(-1, indices[..., None], values[..., -1:])
     return values[..., :-1].contiguous()

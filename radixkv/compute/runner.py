@@ -143,13 +143,15 @@ class Runner:
         layout = lay_out(
             chunks, self.storage.block_size, self.states, can_shorten_last_layer=self.model.can_shorten_last_layer
         )
-        copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
+        block_copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
         part_copies = [chunk.part_copy for chunk in chunks if chunk.part_copy is not None]
-        by_pool = [(pool, copies) for pool in self.storage.pools]
-        by_pool += [(pool, part_copies) for pool in self.storage.part_pools]
+        copies_by_pool = [(pool, block_copies) for pool in self.storage.pools]
+        copies_by_pool += [(pool, part_copies) for pool in self.storage.part_pools]
         may_be_captured = not (layout.adapters or layout.watched or layout.states)
-        captured = self._graphs.prepare(layout) if self._graphs is not None and may_be_captured else None
-        return functools.partial(self._start, layout, by_pool, captured or functools.partial(self._compute, layout))
+        compute = self._graphs.prepare(layout) if self._graphs is not None and may_be_captured else None
+        if compute is None:
+            compute = functools.partial(self._compute, layout)
+        return functools.partial(self._start, layout, copies_by_pool, compute)
 
     def start(self, chunks: Sequence[Chunk]) -> Wait:
         """Make the block copies, then compute all chunks in one forward pass. The previous step must be finished.
@@ -170,10 +172,12 @@ class Runner:
             num_tokens: number of tokens to compute.
             watcher: called for each layer.
         """
-        last = dataclasses.replace(chunk, start=chunk.end - num_tokens, copy=None, wants_logits=False)
-        layout = lay_out([dataclasses.replace(last, watcher=watcher)], self.storage.block_size).to(self.model.device)
+        last_tokens = dataclasses.replace(
+            chunk, start=chunk.end - num_tokens, copy=None, wants_logits=False, watcher=watcher
+        )
+        layout = lay_out([last_tokens], self.storage.block_size).to(self.model.device)
         step = PagedStep(self.storage.pool, layout.batch, self._kernels, layout.watched, is_reading=True)
-        input_ids = to_device(pack_tokens([last]), self.model.device)
+        input_ids = to_device(pack_tokens([last_tokens]), self.model.device)
         self.model.forward(input_ids, layout.positions, step, layout.logit_rows, layout.adapters)
 
     def run(self, chunks: Sequence[Chunk]) -> StepResult:
@@ -183,20 +187,20 @@ class Runner:
     def _start(
         self,
         layout: StepLayout,
-        copies: Sequence[tuple[KVPool, Sequence[BlockCopy]]],
+        copies_by_pool: Sequence[tuple[KVPool, Sequence[BlockCopy]]],
         compute: Callable[[torch.Tensor], StepOutputs],
         input_ids: torch.Tensor,
     ) -> Wait:
-        def launch() -> StepOutputs:
-            for pool, blocks in copies:
-                if blocks:
-                    sources, targets = to_device(torch.tensor(blocks).T.contiguous(), self.model.device)
+        def copy_and_compute() -> StepOutputs:
+            for pool, copies in copies_by_pool:
+                if copies:
+                    sources, targets = to_device(torch.tensor(copies).T.contiguous(), self.model.device)
                     self._kernels.copy_blocks(pool, sources, targets)
             return compute(input_ids)
 
         if not self.is_asynchronous:
-            return lambda: _read(layout, launch())
-        outputs = launch()
+            return lambda: _read(layout, copy_and_compute())
+        outputs = copy_and_compute()
         return lambda: _read(layout, outputs)
 
     def _compute(self, layout: StepLayout, input_ids: torch.Tensor) -> StepOutputs:
@@ -208,10 +212,11 @@ class Runner:
 
 def _read(layout: StepLayout, outputs: StepOutputs) -> StepResult:
     summary = outputs.summary.cpu().numpy()  # waits
-    are_finite, most_likely = np.split(summary, [len(summary) - len(outputs.logits)])
+    finite_tokens, most_likely = np.split(summary, [len(summary) - len(outputs.logits)])
     *starts, num_tokens = layout.batch.query_starts
     num_rows = len(layout.logit_rows)
     most_likely = most_likely[:num_rows]
-    are_finite[layout.logit_rows.numpy()[most_likely == NO_TOKEN]] = 0
-    is_finite = np.logical_and.reduceat(are_finite[:num_tokens], starts)
-    return StepResult(outputs.logits[:num_rows], np.maximum(most_likely, 0).tolist(), is_finite.tolist())
+    rows_without_token = layout.logit_rows.numpy()[most_likely == NO_TOKEN]
+    finite_tokens[rows_without_token] = 0
+    finite_chunks = np.logical_and.reduceat(finite_tokens[:num_tokens], starts)
+    return StepResult(outputs.logits[:num_rows], np.maximum(most_likely, 0).tolist(), finite_chunks.tolist())

@@ -11,7 +11,9 @@ from radixkv.doctor.finding import Finding, GroupKey
 from radixkv.doctor.prompt_log import LoggedPrompt, SegmentOf
 from radixkv.explain.realignment import Tokens, num_equal_tokens
 
-_SHORTER = 0.7
+# A prompt with fewer blocks than this share of those of the previous prompt was compacted.
+_MAX_COMPACTED_SHARE = 0.7
+# A difference before this share of the previous prompt changes its head.
 _HEAD_SHARE = 0.1
 
 
@@ -40,9 +42,6 @@ class BlockExaminer:
     ) -> Finding | None:
         """Return why a prompt could not reuse more of the previous prompt of its session.
 
-        Returns:
-            The finding; None if there is no previous prompt, the prompt continues it, or too few tokens were lost.
-
         Args:
             prompt: the prompt.
             ids: its blocks as numbers, uint32 `[num_ids]`.
@@ -50,33 +49,43 @@ class BlockExaminer:
             earlier: earlier prompts; only the first one of the same session is compared.
             min_lost_tokens: losses of fewer tokens are not reported.
             segment_of: not used.
+
+        Returns:
+            The finding; None if there is no previous prompt, the prompt continues it, or too few tokens were lost.
         """
-        other = next((each for each in earlier if prompt.session and each.prompt.session == prompt.session), None)
-        if other is None:
+        if not prompt.session:
             return None
-        start = num_equal_tokens(ids, other.tokens)
-        num_others = other.tokens.size
-        if start >= num_others - 1:  # the last block may only be longer now
+        previous = next((each for each in earlier if each.prompt.session == prompt.session), None)
+        if previous is None:
             return None
-        num_equal = _num_equal_again(ids[start:], other.tokens[start:])
-        cause, num_lost = MissCause.REALIGNED, num_equal
-        if not num_equal:
-            num_lost = min(ids.size, num_others) - max(start, num_cached)
-            if ids.size < _SHORTER * num_others:
+        start = num_equal_tokens(ids, previous.tokens)
+        num_previous_ids = previous.tokens.size
+        if start >= num_previous_ids - 1:  # the last block may only be longer now
+            return None
+        num_equal_ids = _num_equal_again(ids[start:], previous.tokens[start:])
+        num_lost_ids = num_equal_ids
+        cause = MissCause.REALIGNED
+        if not num_equal_ids:
+            num_lost_ids = min(ids.size, num_previous_ids) - max(start, num_cached)
+            if ids.size < _MAX_COMPACTED_SHARE * num_previous_ids:
                 cause = MissCause.COMPACTED
+            elif start <= _HEAD_SHARE * num_previous_ids:
+                cause = MissCause.HEAD_CHANGED
             else:
-                cause = MissCause.HEAD_CHANGED if start <= _HEAD_SHARE * num_others else MissCause.MIDDLE_CHANGED
-        num_lost_tokens = max(0, min(num_lost * self.tokens_per_id, prompt.num_tokens - 1))
+                cause = MissCause.MIDDLE_CHANGED
+        num_lost_tokens = max(0, min(num_lost_ids * self.tokens_per_id, prompt.num_tokens - 1))
         if num_lost_tokens < min_lost_tokens:
             return None
         position = start * self.tokens_per_id
-        return Finding(GroupKey(cause), position, num_lost_tokens, is_bound=not num_equal)
+        return Finding(GroupKey(cause), position, num_lost_tokens, is_bound=not num_equal_ids)
 
 
 def _num_equal_again(ids: Tokens, others: Tokens) -> int:
     """Return the length of the first run of ids that the other prompt also has."""
-    positions = {each: index for index, each in reversed(list(enumerate(others.tolist())))}
-    for index, each in enumerate(ids.tolist()):
-        if each in positions:
-            return num_equal_tokens(ids[index:], others[positions[each] :])
+    first_positions: dict[int, int] = {}
+    for position, block_id in enumerate(others.tolist()):
+        first_positions.setdefault(block_id, position)
+    for position, block_id in enumerate(ids.tolist()):
+        if block_id in first_positions:
+            return num_equal_tokens(ids[position:], others[first_positions[block_id] :])
     return 0

@@ -15,11 +15,12 @@ from radixkv.namespace import Namespace
 TEMPLATE_SEGMENT = "template"
 """Name of the parts of a rendered conversation that are not text of a message."""
 
-_MIN_COMPACTED_TOKENS = 256
-_MAX_TEMPLATE_TOKENS = 1024
+_MAX_TEMPLATE_TOKENS = 1024  # maximum length of a span that a chat template writes
 _MAX_LEFT_TOKENS = 16  # maximum number of tokens that a template leaves in place of reasoning
+# Compacting a conversation replaces at least this many tokens, by a span that is at least this many times shorter.
+_MIN_COMPACTED_TOKENS = 256
 _COMPACTED_FACTOR = 4
-_SHORTER = 0.7
+_MAX_COMPACTED_SHARE = 0.7  # of the tokens before compacting, if no tokens after the difference are equal
 _MAX_CHARS_BEFORE = 400  # characters before the difference that are searched for tags of reasoning and summaries
 
 _TOOLS = re.compile(r"[\"'](?:parameters|input_schema|inputSchema)[\"']\s*:|[\"']type[\"']\s*:\s*[\"']function[\"']")
@@ -151,17 +152,19 @@ def cause_of(comparison: Comparison, sides: Sides) -> tuple[MissCause, str] | No
 
 def _is_template(comparison: Comparison, sides: Sides) -> bool:
     """Whether the differing spans are written by a chat template, not by the sender: special tokens, tags and roles."""
-    if comparison.place is None or comparison.texts is None:
+    place, texts = comparison.place, comparison.texts
+    if place is None or texts is None:
         return False
     if sides.segment == TEMPLATE_SEGMENT:
         return True
-    spans = [text[start:end] for text, start, end in comparison.texts.sides()]
-    if not spans[0] and not spans[1]:  # both spans are special tokens, unless there is no text at all
+    if not any(text[start:end] for text, start, end in texts.sides()):
+        # No text differs. If the spans have no text without their context either, they are special tokens.
         return not sides.prompt_text and not sides.branch_text
-    if max(comparison.place[:2]) > _MAX_TEMPLATE_TOKENS:
+    if max(place.prompt_span, place.branch_span) > _MAX_TEMPLATE_TOKENS:
         return False
-    spans = [_whole_words(*each) for each in comparison.texts.sides()]
-    return any(_TAG.search(each) for each in spans) and _strip_markup(spans[0]) == _strip_markup(spans[1])
+    prompt_words, branch_words = (_whole_words(*side) for side in texts.sides())
+    has_tag = bool(_TAG.search(prompt_words) or _TAG.search(branch_words))
+    return has_tag and _strip_markup(prompt_words) == _strip_markup(branch_words)
 
 
 def _whole_words(text: str, start: int, end: int) -> str:
@@ -182,9 +185,11 @@ def _order_pattern(comparison: Comparison, sides: Sides) -> str:
     """Return what has another order, tools or the keys in them; empty if the differing spans are no tools."""
     if not (_TOOLS.search(sides.text) or sides.segment == "tools"):
         return ""
-    texts = sides[:2] if comparison.texts is None else comparison.texts[:2]  # the latter begin before the difference
-    names = [_NAMES.findall(each) for each in texts]
-    return "keys of JSON objects" if names[0] == names[1] else "tools"
+    prompt_text, branch_text = sides.prompt_text, sides.branch_text
+    if comparison.texts is not None:  # longer texts, which begin before the difference
+        prompt_text, branch_text = comparison.texts.prompt, comparison.texts.branch
+    has_same_names = _NAMES.findall(prompt_text) == _NAMES.findall(branch_text)
+    return "keys of JSON objects" if has_same_names else "tools"
 
 
 def _is_compacted(comparison: Comparison, sides: Sides) -> bool:
@@ -193,13 +198,14 @@ def _is_compacted(comparison: Comparison, sides: Sides) -> bool:
         return False
     if comparison.kind is DifferenceKind.REMOVED and _is_thinking(comparison, sides):
         return False
-    has_summary = [bool(_SUMMARY.search(each)) for each in (sides.prompt_text, sides.branch_text)]
-    continues_branch = sides.is_same_session or has_summary[0]
+    prompt_has_summary = bool(_SUMMARY.search(sides.prompt_text))
+    branch_has_summary = bool(_SUMMARY.search(sides.branch_text))
+    continues_branch = sides.is_same_session or prompt_has_summary
     place = comparison.place
-    if place is not None and (has_summary[0] != has_summary[1] or _is_after(_SUMMARY, comparison)):
-        return True
     if place is None:
-        return continues_branch and sides.num_prompt_tokens < _SHORTER * sides.num_branch_tokens
+        return continues_branch and sides.num_prompt_tokens < _MAX_COMPACTED_SHARE * sides.num_branch_tokens
+    if prompt_has_summary != branch_has_summary or _is_after(_SUMMARY, comparison):
+        return True
     min_span = max(_MIN_COMPACTED_TOKENS, _COMPACTED_FACTOR * place.prompt_span)
     if place.branch_span < min_span:
         return False

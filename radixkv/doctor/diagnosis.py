@@ -44,7 +44,9 @@ class LogDiagnosis:
 
 
 @dataclass(frozen=True, slots=True)
-class _Totals:
+class _ReplayTotals:
+    """The sums of one replay; see `LogDiagnosis`. Its groups have no savings."""
+
     prompt_tokens: int
     cached_tokens: int
     computed_s: float | None
@@ -91,12 +93,12 @@ def diagnose(
         if group is None:
             break
         fixed.append(group.key)
-        before = latest
+        previous = latest
         latest = _replay(log, examiner, size, fixed, min_lost_tokens, times, on_prompt)
         saved_s = None
-        if before.computed_s is not None and latest.computed_s is not None:
-            saved_s = before.computed_s - latest.computed_s
-        saved_tokens = before.computed_tokens - latest.computed_tokens
+        if previous.computed_s is not None and latest.computed_s is not None:
+            saved_s = previous.computed_s - latest.computed_s
+        saved_tokens = previous.computed_tokens - latest.computed_tokens
         groups.append(replace(group, saved_tokens=saved_tokens, saved_s=saved_s))
     groups += [each for each in first.groups if not each.is_fixable]
     groups.sort(key=lambda each: each.lost_tokens if each.saved_tokens is None else each.saved_tokens, reverse=True)
@@ -121,25 +123,27 @@ def _replay(
     min_lost_tokens: int,
     times: TimeModel | None,
     on_prompt: Callable[[], object] | None,
-) -> _Totals:
+) -> _ReplayTotals:
     prompt_tokens = cached_tokens = first_prompts = 0
     computed_s = 0.0
     groups: dict[GroupKey, MissGroup] = {}
     findings: list[Finding | None] = []
-    for each in Replay(log, examiner, size, fixed, min_lost_tokens).run(on_prompt):
-        prompt_tokens += each.num_tokens
-        cached_tokens += each.cached_tokens
-        first_prompts += each.is_first
-        finding = each.finding
-        findings.append(None if finding is None else replace(finding, replacements=()))  # which may have many tokens
+    for replayed in Replay(log, examiner, size, fixed, min_lost_tokens).run(on_prompt):
+        prompt_tokens += replayed.num_tokens
+        cached_tokens += replayed.cached_tokens
+        first_prompts += replayed.is_first
+        finding = replayed.finding
+        # Replacements are not kept, since they may have many tokens.
+        findings.append(None if finding is None else replace(finding, replacements=()))
         if times is not None:
-            computed_s += times.prefill_s(each.cached_tokens, each.num_tokens)
+            computed_s += times.prefill_s(replayed.cached_tokens, replayed.num_tokens)
         if finding is not None:
             lost_s = None
             if times is not None:
-                end = min(each.num_tokens, each.cached_tokens + finding.lost_tokens)
-                lost_s = times.prefill_s(each.cached_tokens, end) - times.start_s
+                end = min(replayed.num_tokens, replayed.cached_tokens + finding.lost_tokens)
+                # Without the fixed time of a prefill, which the prompt needs even if it reuses these tokens.
+                lost_s = times.prefill_s(replayed.cached_tokens, end) - times.start_s
             groups[finding.key] = merge_groups(groups.get(finding.key), group_of(finding, lost_s))
     ranked = sorted(groups.values(), key=lambda each: each.lost_tokens, reverse=True)
     seconds = None if times is None else computed_s
-    return _Totals(prompt_tokens, cached_tokens, seconds, first_prompts, ranked, tuple(findings))
+    return _ReplayTotals(prompt_tokens, cached_tokens, seconds, first_prompts, ranked, tuple(findings))

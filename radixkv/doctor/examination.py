@@ -11,7 +11,7 @@ import numpy as np
 from radixkv.doctor.causes import MissCause, Sides, cause_of
 from radixkv.doctor.finding import Finding, GroupKey, Replacement, Sample, Side, place_of
 from radixkv.doctor.prompt_log import LoggedPrompt, SegmentOf
-from radixkv.explain.comparison import NUM_CONTEXT_TOKENS, Comparison, Decode, Decoder, compare
+from radixkv.explain.comparison import NUM_CONTEXT_TOKENS, Decode, Decoder, compare
 from radixkv.explain.explanation import NUM_SHOWN_BEFORE, NUM_SHOWN_TOKENS
 from radixkv.explain.kinds import end_of_reordering, has_same_tokens
 from radixkv.explain.realignment import Realignment, Tokens, num_equal_tokens, realign
@@ -19,7 +19,8 @@ from radixkv.explain.realignment import Realignment, Tokens, num_equal_tokens, r
 MAX_DIFFERENCES = 64
 """Maximum number of examined differences between two prompts. A template may write something before each message."""
 
-_MAX_TEXT_TOKENS = 512
+_MAX_TEXT_TOKENS = 512  # of each side of a difference whose text is searched for a cause
+# After a vague finding, prompts with less than this share of the most similar prompt's likeness are not examined.
 _MIN_LIKENESS = 0.25
 
 
@@ -35,7 +36,7 @@ class Earlier(NamedTuple):
     tokens: Tokens
 
 
-class _Place(NamedTuple):
+class _Difference(NamedTuple):
     """A difference: where it begins in both prompts, where both are equal again, and whether only the order differs."""
 
     start: int
@@ -92,25 +93,26 @@ class Examiner:
             min_lost_tokens: losses of fewer tokens are not reported.
             segment_of: returns the name of the segment of a position in `tokens`; None for `prompt.segment_of`.
         """
-        compared: list[tuple[int, Earlier, list[_Place]]] = []
+        compared: list[tuple[int, Earlier, list[_Difference]]] = []  # by likeness
         for other in earlier:
             start = num_equal_tokens(tokens, other.tokens)
             if start < min(tokens.size, other.tokens.size):
-                places = self._differences(tokens, other.tokens, start)
-                compared.append((sum(each.likeness(num_cached, tokens.size) for each in places), other, places))
+                differences = self._differences(tokens, other.tokens, start)
+                likeness = sum(each.likeness(num_cached, tokens.size) for each in differences)
+                compared.append((likeness, other, differences))
         compared.sort(key=lambda each: each[0], reverse=True)
         segment_of = segment_of or prompt.segment_of
-        vague: Finding | None = None
-        for likeness, other, places in compared:
-            if vague is not None and likeness < _MIN_LIKENESS * compared[0][0]:
+        vague_finding: Finding | None = None
+        for likeness, other, differences in compared:
+            if vague_finding is not None and likeness < _MIN_LIKENESS * compared[0][0]:
                 break
-            finding = self._finding(prompt, tokens, num_cached, other, places, segment_of)
+            finding = self._finding(prompt, tokens, num_cached, other, differences, segment_of)
             if finding is not None and finding.lost_tokens < min_lost_tokens:
                 finding = None
             if finding is not None and finding.key.cause is not MissCause.REPLACED:
                 return finding
-            vague = vague or finding
-        return vague
+            vague_finding = vague_finding or finding
+        return vague_finding
 
     def _finding(
         self,
@@ -118,29 +120,31 @@ class Examiner:
         tokens: Tokens,
         num_cached: int,
         other: Earlier,
-        places: Sequence[_Place],
+        differences: Sequence[_Difference],
         segment_of: SegmentOf | None,
     ) -> Finding | None:
-        first, others = places[0], places[1:]
+        first, later = differences[0], differences[1:]
         segment = segment_of(first.start) if segment_of else ""
-        cause = self._cause(prompt, tokens, other, first, segment_of)
-        if cause is None and others:  # the tokens after the first difference may be equal by chance
-            first, others = _merge_places(places)
-            cause = self._cause(prompt, tokens, other, first, segment_of)
-        if cause is None:
+        cause_and_pattern = self._cause(prompt, tokens, other, first, segment_of)
+        if cause_and_pattern is None and later:  # the tokens after the first difference may be equal by chance
+            first, later = _merge_differences(differences)
+            cause_and_pattern = self._cause(prompt, tokens, other, first, segment_of)
+        if cause_and_pattern is None:
             return None
         num_lost = first.num_lost(num_cached, tokens.size)
         if first.realignment is None:  # a compacted conversation, which has no equal tokens after the difference
             num_lost = max(0, tokens.size - 1 - max(num_cached, first.start))
-        replacements = [*_replacements(first, other)]
-        for place in others:
-            if place.realignment is None or self._cause(prompt, tokens, other, place, segment_of) != cause:
+        replacements = _replacements(first, other)
+        for difference in later:
+            if difference.realignment is None:
                 break
-            num_lost += place.num_lost(num_cached, tokens.size)
-            replacements += _replacements(place, other)
-        kind, pattern = cause
+            if self._cause(prompt, tokens, other, difference, segment_of) != cause_and_pattern:
+                break
+            num_lost += difference.num_lost(num_cached, tokens.size)
+            replacements += _replacements(difference, other)
+        cause, pattern = cause_and_pattern
         return Finding(
-            GroupKey(kind, place_of(first.start, segment), pattern),
+            GroupKey(cause, place_of(first.start, segment), pattern),
             first.start,
             num_lost,
             segment,
@@ -150,83 +154,90 @@ class Examiner:
         )
 
     def _cause(
-        self, prompt: LoggedPrompt, tokens: Tokens, other: Earlier, place: _Place, segment_of: SegmentOf | None
+        self,
+        prompt: LoggedPrompt,
+        tokens: Tokens,
+        other: Earlier,
+        difference: _Difference,
+        segment_of: SegmentOf | None,
     ) -> tuple[MissCause, str] | None:
-        decoder = self._decoder(tokens, place.start)
-        ours, theirs = tokens[place.start :], other.tokens[place.earlier_start :]
-        comparison = compare(ours, theirs, place.realignment, is_first=not place.start, decoder=decoder)
-        spans = _spans(comparison)
+        """Return the cause of a difference and its pattern; see `cause_of`."""
+        start, realignment = difference.start, difference.realignment
+        decoder = self._decoder(tokens, start)
+        ours, theirs = tokens[start:], other.tokens[difference.earlier_start :]
+        comparison = compare(ours, theirs, realignment, is_first=not start, decoder=decoder)
+        place = comparison.place
         sides = Sides(
-            _text(decoder, ours, spans[0]),
-            _text(decoder, theirs, spans[1]),
-            segment_of(place.start) if segment_of else "",
+            _text(decoder, ours, _MAX_TEXT_TOKENS if place is None else place.prompt_span),
+            _text(decoder, theirs, _MAX_TEXT_TOKENS if place is None else place.branch_span),
+            segment_of(start) if segment_of else "",
             is_same_session=bool(prompt.session) and prompt.session == other.prompt.session,
             num_prompt_tokens=tokens.size,
             num_branch_tokens=other.tokens.size,
         )
         return cause_of(comparison, sides)
 
-    def _differences(self, tokens: Tokens, other: Tokens, start: int) -> list[_Place]:
+    def _differences(self, tokens: Tokens, other: Tokens, start: int) -> list[_Difference]:
         """Return the differences between two prompts that are equal up to `start`, in order."""
-        places: list[_Place] = []
-        ours = theirs = start
-        while min(tokens.size - ours, other.size - theirs) > 0 and len(places) < self.max_differences:
-            end = realign(tokens[ours:], other[theirs:])
-            if end is None:
-                places.append(_Place(ours, theirs, None))
+        differences: list[_Difference] = []
+        other_start = start
+        while min(tokens.size - start, other.size - other_start) > 0 and len(differences) < self.max_differences:
+            ours, theirs = tokens[start:], other[other_start:]
+            realignment = realign(ours, theirs)
+            if realignment is None:
+                differences.append(_Difference(start, other_start, None))
                 break
-            decoder = self._decoder(tokens, ours)
-            end = end_of_reordering(
-                tokens[ours:], other[theirs:], end, None if decoder is None else decoder.decode_with_context
-            )
-            spans = tokens[ours : ours + end.prompt_span], other[theirs : theirs + end.branch_span]
-            places.append(_Place(ours, theirs, end, has_same_tokens(*spans)))
-            ours += end.prompt_span + end.equal_tokens
-            theirs += end.branch_span + end.equal_tokens
-        return places
+            decoder = self._decoder(tokens, start)
+            decode = None if decoder is None else decoder.decode_with_context
+            realignment = end_of_reordering(ours, theirs, realignment, decode)
+            is_permuted = has_same_tokens(ours[: realignment.prompt_span], theirs[: realignment.branch_span])
+            differences.append(_Difference(start, other_start, realignment, is_permuted))
+            start += realignment.prompt_span + realignment.equal_tokens
+            other_start += realignment.branch_span + realignment.equal_tokens
+        return differences
 
     def _decoder(self, tokens: Tokens, start: int) -> Decoder | None:
         if self.decode is None:
             return None
         return Decoder(self.decode, tokens[max(0, start - NUM_CONTEXT_TOKENS) : start].tolist())
 
-    def _sample(self, prompt: LoggedPrompt, tokens: Tokens, other: Earlier, place: _Place) -> Sample:
-        decoder = self._decoder(tokens, place.start)
-        before = tokens[max(0, place.start - NUM_SHOWN_BEFORE) : place.start].tolist()
-        spans = (None, None) if place.realignment is None else place.realignment[:2]
+    def _sample(self, prompt: LoggedPrompt, tokens: Tokens, other: Earlier, difference: _Difference) -> Sample:
+        start, realignment = difference.start, difference.realignment
+        decoder = self._decoder(tokens, start)
+        before_ids = tokens[max(0, start - NUM_SHOWN_BEFORE) : start].tolist()
         return Sample(
-            tuple(before),
-            "" if self.decode is None else self.decode(before),
-            _side(tokens[place.start :], spans[0], decoder),
-            _side(other.tokens[place.earlier_start :], spans[1], decoder),
+            tuple(before_ids),
+            "" if self.decode is None else self.decode(before_ids),
+            _side(tokens[start:], None if realignment is None else realignment.prompt_span, decoder),
+            _side(
+                other.tokens[difference.earlier_start :],
+                None if realignment is None else realignment.branch_span,
+                decoder,
+            ),
             prompt.where,
             other.prompt.where,
         )
 
 
-def _merge_places(places: Sequence[_Place]) -> tuple[_Place, Sequence[_Place]]:
+def _merge_differences(differences: Sequence[_Difference]) -> tuple[_Difference, Sequence[_Difference]]:
     """Merge all differences before the longest equal run. Returns the merged one, and the differences after the run."""
-    runs = [0 if each.realignment is None else each.realignment.equal_tokens for each in places]
+    runs = [0 if each.realignment is None else each.realignment.equal_tokens for each in differences]
     index = runs.index(max(runs))
-    first, last = places[0], places[index]
-    end = last.realignment
-    if end is not None:
-        prompt_span = last.start + end.prompt_span - first.start
-        branch_span = last.earlier_start + end.branch_span - first.earlier_start
-        end = Realignment(prompt_span, branch_span, end.equal_tokens)
-    return _Place(first.start, first.earlier_start, end), places[index + 1 :]
+    first, last = differences[0], differences[index]
+    realignment = last.realignment
+    if realignment is not None:
+        prompt_span = last.start + realignment.prompt_span - first.start
+        branch_span = last.earlier_start + realignment.branch_span - first.earlier_start
+        realignment = Realignment(prompt_span, branch_span, realignment.equal_tokens)
+    return _Difference(first.start, first.earlier_start, realignment), differences[index + 1 :]
 
 
-def _replacements(place: _Place, other: Earlier) -> list[Replacement]:
-    end = place.realignment
-    if end is None:
+def _replacements(difference: _Difference, other: Earlier) -> list[Replacement]:
+    start, earlier_start, realignment, _ = difference
+    if realignment is None:
         return []
-    theirs = other.tokens[place.earlier_start : place.earlier_start + end.branch_span]
-    return [Replacement(place.start, place.start + end.prompt_span, theirs.tobytes())]
-
-
-def _spans(comparison: Comparison) -> tuple[int, int]:
-    return (_MAX_TEXT_TOKENS, _MAX_TEXT_TOKENS) if comparison.place is None else comparison.place[:2]
+    theirs = other.tokens[earlier_start : earlier_start + realignment.branch_span]
+    return [Replacement(start, start + realignment.prompt_span, theirs.tobytes())]
 
 
 def _text(decoder: Decoder | None, tokens: Tokens, span: int) -> str:
@@ -238,10 +249,11 @@ def _side(tokens: Tokens, span: int | None, decoder: Decoder | None) -> Side:
     num_different = len(ids) if span is None else min(span, len(ids))
     if decoder is None:
         return Side(tuple(ids), num_different, "", "", span)
-    text, whole = decoder.decode_without_context(ids[:num_different]), decoder.decode_without_context(ids)
-    return Side(tuple(ids), num_different, text, whole.removeprefix(text), span)
+    text = decoder.decode_without_context(ids[:num_different])
+    whole_text = decoder.decode_without_context(ids)
+    return Side(tuple(ids), num_different, text, whole_text.removeprefix(text), span)
 
 
-def uint32(tokens: bytes) -> Tokens:
+def as_uint32(tokens: bytes) -> Tokens:
     """Return tokens as numbers, without a copy."""
     return np.frombuffer(tokens, "<u4")

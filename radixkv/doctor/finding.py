@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from radixkv.doctor.causes import MissCause
 from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES
 
 
 class GroupKey(NamedTuple):
@@ -113,8 +114,8 @@ def apply_replacements(tokens: bytes, replacements: tuple[Replacement, ...]) -> 
     """
     parts, end = [], 0
     for each in replacements:
-        parts += [tokens[end : 4 * each.start], each.tokens]
-        end = 4 * each.end
+        parts += [tokens[end : TOKEN_BYTES * each.start], each.tokens]
+        end = TOKEN_BYTES * each.end
     return b"".join((*parts, tokens[end:]))
 
 

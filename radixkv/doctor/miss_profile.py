@@ -72,6 +72,10 @@ class _TenantProfile:
     groups: dict[GroupKey, MissGroup] = field(default_factory=dict)
 
 
+TenantMisses = tuple[str, MissCounts, list[MissGroup]]
+"""The name, counts and groups of a tenant in one period."""
+
+
 class MissProfile:
     """Groups the misses of a period by tenant and cause. Not thread-safe.
 
@@ -84,28 +88,28 @@ class MissProfile:
         self._tenants: dict[str, _TenantProfile] = {}
         self._num_groups = 0
 
-    def knows(self, tenant: str) -> bool:
+    def can_track(self, tenant: str) -> bool:
         """Whether a tenant is tracked on its own, or still can be."""
         return tenant in self._tenants or len(self._tenants) < MAX_TENANTS
 
-    def count(self, tenant: str, more: MissCounts) -> None:
-        """Count prompts of a tenant."""
-        name = tenant if self.knows(tenant) else OTHER_TENANTS
+    def count(self, tenant: str, counts: MissCounts) -> None:
+        """Add counts of prompts of a tenant."""
+        name = tenant if self.can_track(tenant) else OTHER_TENANTS
         profile = self._tenants.setdefault(name, _TenantProfile())
-        profile.counts = profile.counts.plus(more)
+        profile.counts = profile.counts.plus(counts)
 
     def add(self, tenant: str, finding: Finding, lost_s: float | None) -> None:
         """Add what a prompt of a tenant lost. `lost_s` are the seconds to compute it; None if they are not known."""
-        if not self.knows(tenant):
+        if not self.can_track(tenant):
             return
         profile = self._tenants.setdefault(tenant, _TenantProfile())
         group = group_of(_shorten(finding), lost_s)
         existing = profile.groups.get(group.key)
         if existing is None:
             if len(profile.groups) == MAX_TENANT_GROUPS:
-                self._drop_least(profile)
+                self._drop_smallest_group(profile)
             elif self._num_groups == MAX_GROUPS:
-                self._drop_least(max(self._tenants.values(), key=lambda each: len(each.groups)))
+                self._drop_smallest_group(max(self._tenants.values(), key=lambda each: len(each.groups)))
             self._num_groups += 1
         profile.groups[group.key] = merge_groups(existing, group)
 
@@ -113,32 +117,34 @@ class MissProfile:
         """Forget everything about a tenant, or about all tenants if `tenant` is None."""
         for name in [tenant] if tenant is not None else list(self._tenants):
             profile = self._tenants.pop(name, None)
-            self._num_groups -= 0 if profile is None else len(profile.groups)
+            if profile is not None:
+                self._num_groups -= len(profile.groups)
 
-    def parts(self, tenant: str | None) -> list[tuple[str, MissCounts, list[MissGroup]]]:
-        """Return the numbers and groups of a tenant, or of each one if it is None. Complexity: O(tenants + groups)."""
+    def misses_of(self, tenant: str | None) -> list[TenantMisses]:
+        """Return the name, counts and groups of a tenant, or of each one if `tenant` is None.
+
+        Complexity: O(tenants + groups).
+        """
         names = [tenant] if tenant is not None else list(self._tenants)
-        known = [(name, self._tenants[name]) for name in names if name in self._tenants]
-        return [(name, profile.counts, list(profile.groups.values())) for name, profile in known]
+        profiles = [(name, self._tenants[name]) for name in names if name in self._tenants]
+        return [(name, profile.counts, list(profile.groups.values())) for name, profile in profiles]
 
-    def _drop_least(self, profile: _TenantProfile) -> None:
+    def _drop_smallest_group(self, profile: _TenantProfile) -> None:
         del profile.groups[min(profile.groups, key=lambda each: profile.groups[each].lost_tokens)]
         self._num_groups -= 1
 
 
-def report_of(
-    parts: Iterable[tuple[str, MissCounts, list[MissGroup]]], covered_s: float, max_groups: int
-) -> MissReport:
-    """Add up parts of the profiles of several periods, the latest first.
+def report_of(misses: Iterable[TenantMisses], covered_s: float, max_groups: int) -> MissReport:
+    """Add up the misses of tenants in several periods, the latest period first.
 
     Args:
-        parts: values of `MissProfile.parts`.
-        covered_s: seconds that the parts cover.
+        misses: values of `MissProfile.misses_of`.
+        covered_s: seconds that the periods cover.
         max_groups: maximum number of listed causes.
     """
     counts = MissCounts()
     groups: dict[tuple[str, GroupKey], MissGroup] = {}
-    for name, tenant_counts, tenant_groups in parts:
+    for name, tenant_counts, tenant_groups in misses:
         counts = counts.plus(tenant_counts)
         for group in tenant_groups:
             groups[name, group.key] = merge_groups(groups.get((name, group.key)), group)

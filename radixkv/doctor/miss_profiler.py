@@ -40,11 +40,19 @@ MAX_COMPARED_TOKENS = 131_072
 """Maximum number of compared tokens, from the beginning of a prompt."""
 
 MAX_BRANCHES = 4
+"""Maximum number of cached branches with which a prompt is compared."""
+
 MAX_PLACES = 8
+"""Maximum number of segments whose branches the engine looks up for a prompt."""
+
 _MAX_DIFFERENCES = 32  # to each branch
 _MAX_WAITING_BYTES = 2 * 2**20
+
+# The credit is the CPU time that examinations may still use. It may become negative, since the time that a prompt with
+# many differences takes is known only afterwards.
 _FIRST_CREDIT_S = 0.1
-_MAX_CREDIT_S = 1.0  # also the maximum debt, which a prompt with many differences may cause
+_MAX_CREDIT_S = 1.0
+_MIN_CREDIT_S = -1.0
 _TIMEOUT_S = 60.0  # for the engine to look up branches
 _CLOSE_LIMIT_S = 5.0
 
@@ -65,7 +73,8 @@ class AdmittedPrompt(NamedTuple):
         tokens: little-endian uint32 bytes.
         cached_tokens: number of reused tokens.
         miss_reason: why the other tokens are not reused.
-        is_evicted_by_self: if these were evicted, whether that was for the same tenant; None if it is not known.
+        is_evicted_by_self: if the other tokens were evicted, whether this was for tokens of the same tenant; None if it
+            is not known.
     """
 
     namespace: Namespace
@@ -95,12 +104,12 @@ class Branches(NamedTuple):
     Attributes:
         branches: cached branches of the tenant of the prompt, from their beginning on.
         token_s: seconds that recent requests of the tenant took per computed token; None without measurements.
-        took_s: CPU seconds that the engine's thread took to find the branches.
+        cpu_s: CPU seconds that the engine's thread used to find the branches.
     """
 
     branches: Sequence[NamedBranch]
     token_s: float | None
-    took_s: float
+    cpu_s: float
 
 
 FindBranches = Callable[[Sequence[int], str, str], "Future[Branches]"]
@@ -110,10 +119,12 @@ FindBranches = Callable[[Sequence[int], str, str], "Future[Branches]"]
 class _Miss(NamedTuple):
     prompt: AdmittedPrompt  # with at most `MAX_COMPARED_TOKENS`
     num_missed_tokens: int
-    num_forgotten: int  # `MissProfiler._num_forgotten` when the miss was queued
+    num_forget_calls: int  # `MissProfiler._num_forget_calls` when the miss was queued
 
 
 class _Segment(NamedTuple):
+    """New tokens of a cached segment; see `MissProfiler.add_segment`."""
+
     tenant: str
     tokens: bytes
     place: int
@@ -160,7 +171,7 @@ class MissProfiler:
         self._lock = threading.Lock()  # guards the attributes below, up to `_is_closing`
         self._credit_s = _FIRST_CREDIT_S
         self._num_waiting_bytes = 0
-        self._num_forgotten = 0  # calls of `forget`, each of which discards the findings of misses that wait
+        self._num_forget_calls = 0  # each call of `forget` discards the findings of the misses that wait
         self._period_start_s = self._start_s = clock()
         self._profiles = [MissProfile(), MissProfile()]  # of the current period and of the previous one
         self._awaited: Future[Branches] | None = None  # what the thread waits for
@@ -214,10 +225,10 @@ class MissProfiler:
             if cause is not None:
                 profile.add(tenant, Finding(GroupKey(cause), prompt.cached_tokens, num_missed - 1, is_bound=True), None)
                 return
-            if self._credit_s <= 0 or not profile.knows(tenant) or compared.num_missed_tokens < MIN_MISSED_TOKENS:
+            if self._credit_s <= 0 or not profile.can_track(tenant) or compared.num_missed_tokens < MIN_MISSED_TOKENS:
                 return
             if self._reserve_bytes(len(compared.tokens)):
-                self._queue.put(_Miss(compared, num_missed, self._num_forgotten))
+                self._queue.put(_Miss(compared, num_missed, self._num_forget_calls))
 
     def add_segment(self, tenant: str, tokens: bytes, place: int) -> None:
         """Queue new tokens of a cached segment, so that later misses can be compared with it. For the engine's thread.
@@ -234,7 +245,7 @@ class MissProfiler:
     def forget(self, tenant: str | None) -> None:
         """Forget the misses of a tenant, or of all if it is None, and discard the findings of all waiting misses."""
         with self._lock:
-            self._num_forgotten += 1
+            self._num_forget_calls += 1
             for each in self._profiles:
                 each.forget(tenant)
 
@@ -244,16 +255,16 @@ class MissProfiler:
             self._current_profile()  # begins a new period if it is due
             start_s = max(self._start_s, self._period_start_s - PERIOD_S)
             covered_s = self._clock() - start_s
-            parts = [part for each in self._profiles for part in each.parts(tenant)]
-        return report_of(parts, covered_s, max_groups)
+            misses = [each for profile in self._profiles for each in profile.misses_of(tenant)]
+        return report_of(misses, covered_s, max_groups)
 
     def _current_profile(self) -> MissProfile:
         """Return the profile of the current period. The lock must be held."""
-        num_passed = int((self._clock() - self._period_start_s) // PERIOD_S)
-        if num_passed > 0:
-            former = self._profiles[0] if num_passed == 1 else MissProfile()
-            self._period_start_s += num_passed * PERIOD_S
-            self._profiles = [MissProfile(), former]
+        num_ended_periods = int((self._clock() - self._period_start_s) // PERIOD_S)
+        if num_ended_periods > 0:
+            previous = self._profiles[0] if num_ended_periods == 1 else MissProfile()
+            self._period_start_s += num_ended_periods * PERIOD_S
+            self._profiles = [MissProfile(), previous]
         return self._profiles[0]
 
     def _reserve_bytes(self, num_bytes: int) -> bool:
@@ -268,7 +279,7 @@ class MissProfiler:
             used_s = 0.0
             try:
                 if isinstance(item, _Segment):
-                    self._table.add(_array(item.tokens), self._seed_of(item.tenant), item.place)
+                    self._table.add(_unmarked(item.tokens), self._seed_of(item.tenant), item.place)
                 else:
                     self._load_tokenizer()
                     start_s = self._work_clock()
@@ -279,12 +290,13 @@ class MissProfiler:
             except (RadixKVError, CancelledError, TimeoutError) as error:
                 _log.debug("a miss was not examined: %s", type(error).__name__)
             except Exception as error:  # noqa: BLE001 - a prompt that cannot be examined must not end the thread
-                place = traceback.extract_tb(error.__traceback__)[-1]  # messages of errors might have tokens
-                kind = type(error).__name__
-                _log.error("a miss could not be examined: %s at %s:%s", kind, place.filename, place.lineno)
+                # The message of the error might contain tokens, so only its class and its place are logged.
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                class_name = type(error).__name__
+                _log.error("a miss could not be examined: %s at %s:%s", class_name, frame.filename, frame.lineno)
             with self._lock:
                 self._num_waiting_bytes -= len(item.tokens if isinstance(item, _Segment) else item.prompt.tokens)
-                self._credit_s = max(-_MAX_CREDIT_S, self._credit_s - used_s)
+                self._credit_s = max(_MIN_CREDIT_S, self._credit_s - used_s)
 
     def _load_tokenizer(self) -> None:
         load, self.load_decode = self.load_decode, None
@@ -309,22 +321,24 @@ class MissProfiler:
         with self._lock:
             if self._credit_s <= 0:
                 return 0.0
-        tokens = _array(prompt.tokens)
-        counts = self._table.places(tokens[prompt.cached_tokens :], self._seed_of(tenant))
-        places = [place for place, _ in counts.most_common(MAX_PLACES)]
-        branches = self._branches(places, tenant, prompt.session_id)
-        finding = self._finding(prompt, tokens, branches.branches)
-        more = MissCounts(examined_misses=1, examined_tokens=miss.num_missed_tokens, first_prompts=int(finding is None))
+        tokens = _unmarked(prompt.tokens)
+        num_windows = self._table.places(tokens[prompt.cached_tokens :], self._seed_of(tenant))
+        places = [place for place, _ in num_windows.most_common(MAX_PLACES)]
+        reply = self._await_branches(places, tenant, prompt.session_id)
+        finding = self._finding(prompt, tokens, reply.branches)
+        counts = MissCounts(
+            examined_misses=1, examined_tokens=miss.num_missed_tokens, first_prompts=int(finding is None)
+        )
         with self._lock:
-            if miss.num_forgotten == self._num_forgotten:
+            if miss.num_forget_calls == self._num_forget_calls:
                 profile = self._current_profile()
-                profile.count(tenant, more)
+                profile.count(tenant, counts)
                 if finding is not None:
-                    lost_s = None if branches.token_s is None else finding.lost_tokens * branches.token_s
+                    lost_s = None if reply.token_s is None else finding.lost_tokens * reply.token_s
                     profile.add(tenant, finding, lost_s)
-        return branches.took_s
+        return reply.cpu_s
 
-    def _branches(self, places: Sequence[int], tenant: str, session_id: str) -> Branches:
+    def _await_branches(self, places: Sequence[int], tenant: str, session_id: str) -> Branches:
         assert self._find_branches is not None
         future = self._find_branches(places, tenant, session_id)
         with self._lock:
@@ -337,30 +351,33 @@ class MissProfiler:
             future.cancel()
 
     def _finding(self, prompt: AdmittedPrompt, tokens: Tokens, branches: Sequence[NamedBranch]) -> Finding | None:
-        """Return what a prompt lost because it differs from a branch, or because a branch is in another namespace."""
-        cached, max_tokens = prompt.cached_tokens, tokens.size + MAX_SPAN_TOKENS
+        """Return what a prompt lost because it differs from a branch, or because a branch is not shared with it."""
+        num_cached = prompt.cached_tokens
+        max_tokens = tokens.size + MAX_SPAN_TOKENS
         earlier: list[Earlier] = []
-        elsewhere: Finding | None = None
+        unshared: Finding | None = None  # equal tokens that are cached, but not shared with the prompt
         for each in branches:
-            marked = each.branch.tokens(max_tokens)
-            others = _array(marked)
-            num_equal = num_equal_tokens(tokens, others)
+            marked_tokens = each.branch.tokens(max_tokens)
+            branch_tokens = _unmarked(marked_tokens)
+            num_equal = num_equal_tokens(tokens, branch_tokens)
             cause = None
             if _drop_public_prefix(each.namespace) != _drop_public_prefix(prompt.namespace):
                 cause = cause_of_namespace(prompt.namespace, each.namespace)
             else:
-                logged = LoggedPrompt("", others.size, each.namespace, each.session_id)
-                earlier.append(Earlier(logged, others))
-                if marked[: num_equal * TOKEN_BYTES] != prompt.tokens[: num_equal * TOKEN_BYTES]:
+                earlier_prompt = LoggedPrompt("", branch_tokens.size, each.namespace, each.session_id)
+                earlier.append(Earlier(earlier_prompt, branch_tokens))
+                if marked_tokens[: num_equal * TOKEN_BYTES] != prompt.tokens[: num_equal * TOKEN_BYTES]:
                     cause = MissCause.ADAPTER_CHANGED  # equal tokens were computed by another invoked adapter
-            num_lost = min(num_equal, tokens.size - 1) - cached
-            is_largest = elsewhere is None or num_lost > elsewhere.lost_tokens
+            num_lost = min(num_equal, tokens.size - 1) - num_cached
+            is_largest = unshared is None or num_lost > unshared.lost_tokens
             if cause is not None and num_lost >= MIN_MISSED_TOKENS and is_largest:
-                elsewhere = Finding(GroupKey(cause), cached, num_lost)
+                unshared = Finding(GroupKey(cause), num_cached, num_lost)
         logged = LoggedPrompt("", tokens.size, prompt.namespace, prompt.session_id)
-        finding = Examiner(self._decode, _MAX_DIFFERENCES).examine(logged, tokens, cached, earlier, MIN_MISSED_TOKENS)
-        if elsewhere is not None and (finding is None or elsewhere.lost_tokens >= finding.lost_tokens):
-            return elsewhere
+        finding = Examiner(self._decode, _MAX_DIFFERENCES).examine(
+            logged, tokens, num_cached, earlier, MIN_MISSED_TOKENS
+        )
+        if unshared is not None and (finding is None or unshared.lost_tokens >= finding.lost_tokens):
+            return unshared
         if finding is not None and prompt.namespace.salt:  # a reader who does not know the salt must not see the prompt
             finding = replace(finding, sample=None)
         return finding
@@ -374,7 +391,9 @@ def _drop_public_prefix(namespace: Namespace) -> Namespace:
     return namespace._replace(public_prefix="")
 
 
-def _array(tokens: bytes) -> Tokens:
-    """Return tokens without the marks of invoked adapters."""
+def _unmarked(tokens: bytes) -> Tokens:
+    """Return tokens as numbers, without the marks of invoked adapters."""
     array = np.frombuffer(tokens, "<u4")
-    return array & np.uint32(MAX_INVOKED_VOCAB - 1) if array.size and int(array.max()) >= MAX_INVOKED_VOCAB else array
+    if array.size and int(array.max()) >= MAX_INVOKED_VOCAB:
+        return array & np.uint32(MAX_INVOKED_VOCAB - 1)
+    return array

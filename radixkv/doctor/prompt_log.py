@@ -62,22 +62,22 @@ class TokenStore:
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
-        self._bounds: list[tuple[int, int]] = []
+        self._ranges: list[tuple[int, int]] = []  # start and size in bytes
         self._end = 0
 
     def __len__(self) -> int:
-        return len(self._bounds)
+        return len(self._ranges)
 
     def add(self, tokens: bytes) -> int:
         """Store a run of tokens, and return its number."""
         self._file.write(tokens)
-        self._bounds.append((self._end, len(tokens)))
+        self._ranges.append((self._end, len(tokens)))
         self._end += len(tokens)
-        return len(self._bounds) - 1
+        return len(self._ranges) - 1
 
     def __getitem__(self, number: int) -> bytes:
         self._file.flush()
-        start, size = self._bounds[number]
+        start, size = self._ranges[number]
         return os.pread(self._file.fileno(), size, start)
 
     def close(self) -> None:
@@ -127,8 +127,8 @@ class PromptLog:
 
     def tokens(self, index: int) -> tuple[bytes, bytes]:
         """Return the tokens of a prompt, and those of its answer, as little-endian uint32 bytes."""
-        both, num_bytes = self._tokens[index], self._num_prompt_bytes[index]
-        return both[:num_bytes], both[num_bytes:]
+        prompt_and_answer, num_prompt_bytes = self._tokens[index], self._num_prompt_bytes[index]
+        return prompt_and_answer[:num_prompt_bytes], prompt_and_answer[num_prompt_bytes:]
 
     def close(self) -> None:
         """Delete the tokens."""

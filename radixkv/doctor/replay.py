@@ -16,7 +16,7 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import CacheConfig
 from radixkv.doctor.causes import CAUSE_OF_REASON, MissCause, cause_of_namespace
 from radixkv.doctor.content_index import ContentIndex
-from radixkv.doctor.examination import Earlier, uint32
+from radixkv.doctor.examination import Earlier, as_uint32
 from radixkv.doctor.finding import Finding, GroupKey, Replacement, apply_replacements
 from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog, SegmentOf, TokenStore
 from radixkv.errors import CapacityError
@@ -111,6 +111,8 @@ class Replay:
     A cache that never evicts shows how much could be reused. With a capacity, a second cache shows how much
     is reused with evictions; what only the first cache reuses was evicted, or has expired.
 
+    Lengths and positions are in units of the log, unless a name says tokens; see `PromptLog.tokens_per_unit`.
+
     Args:
         log: the prompts.
         examiner: finds the causes of misses.
@@ -137,8 +139,9 @@ class Replay:
         self._now_s = 0.0
         self._block_size = size.block_size if log.tokens_per_unit == 1 else 1
         self._max_units = _MAX_GROWTH * log.num_units
+        # Enough blocks for the whole log with its replacements, so that nothing is evicted.
         num_blocks = (_MAX_GROWTH + 1) * (log.num_units // self._block_size + 2 * len(log))
-        self._num_units = 0
+        self._num_units = 0  # of all replayed prompts, with their replacements
         self._unbounded = PrefixCache(num_blocks, self._block_size, max_evicted_prefixes=0, clock=lambda: self._now_s)
         self._bounded: PrefixCache | None = None
         self._evictions = _Evictions(CacheConfig().evicted_prefixes)
@@ -154,9 +157,9 @@ class Replay:
             )
         self._index = ContentIndex(log.num_units)
         self._sessions: dict[tuple[Namespace, str], deque[int]] = {}
-        self._namespaces: dict[bytes, OrderedDict[Namespace, None]] = {}
-        self._changed = TokenStore()
-        self._changed_numbers: dict[int, int] = {}
+        self._namespaces_by_head: dict[bytes, OrderedDict[Namespace, None]] = {}  # by the first tokens of prompts
+        self._changed = TokenStore()  # the changed prompts, with their answers
+        self._changed_numbers: dict[int, int] = {}  # numbers in `_changed`, by index of the prompt
 
     def run(self, on_prompt: Callable[[], object] | None = None) -> Iterator[ReplayedPrompt]:
         """Yield the result of each prompt, in order.
@@ -166,37 +169,43 @@ class Replay:
         """
         with closing(self._changed):
             for index in range(len(self._log)):
-                yield self._step(index)
+                yield self._replay_prompt(index)
                 if on_prompt is not None:
                     on_prompt()
 
-    def _step(self, index: int) -> ReplayedPrompt:
+    def _replay_prompt(self, index: int) -> ReplayedPrompt:
         prompt = self._log.prompts[index]
-        tokens, answer = self._log.tokens(index)
+        logged_tokens, answer = self._log.tokens(index)
         self._now_s = max(self._now_s + MIN_STEP_S, prompt.time_s or 0.0)
-        namespace, changed, finding, num_cached = self._changed_prompt(prompt, tokens)
-        self._num_units += len(changed) // TOKEN_BYTES
+        namespace, tokens, finding, num_cached = self._fix_prompt(prompt, logged_tokens)
+        self._num_units += len(tokens) // TOKEN_BYTES
         if finding is not None and finding.lost_tokens < self._min_lost_tokens:
             finding = None
         is_first = not num_cached and finding is None
-        _publish(self._unbounded, namespace, changed, answer)
-        num_tokens = prompt.num_tokens + (len(changed) - len(tokens)) // TOKEN_BYTES
-        reused, lost = num_cached, None
+        _publish(self._unbounded, namespace, tokens, answer)
+        num_tokens = prompt.num_tokens + (len(tokens) - len(logged_tokens)) // TOKEN_BYTES
+        num_reused = num_cached
+        cache_finding: Finding | None = None  # what the cache lost, and not the sender
         if self._bounded is not None:
-            reused, lost = self._replay_bounded(prompt, namespace, changed, answer, num_cached)
+            num_reused, cache_finding = self._replay_bounded(prompt, namespace, tokens, answer, num_cached)
         elif prompt.reported is not None and not self._fixed:
-            lost = self._reported_loss(prompt, num_cached)
-        if lost is not None and (finding is None or lost.lost_tokens > finding.lost_tokens):
-            finding = lost
-        self._remember(index, prompt, namespace, changed, tokens, answer)
-        return ReplayedPrompt(num_tokens, min(self._units_to_tokens(reused), num_tokens - 1), finding, is_first)
+            cache_finding = self._reported_loss(prompt, num_cached)
+        if cache_finding is not None and (finding is None or cache_finding.lost_tokens > finding.lost_tokens):
+            finding = cache_finding
+        self._remember(index, prompt, namespace, tokens, answer, is_changed=tokens != logged_tokens)
+        return ReplayedPrompt(num_tokens, min(self._units_to_tokens(num_reused), num_tokens - 1), finding, is_first)
 
     def _units_to_tokens(self, units: int) -> int:
         return units * self._log.tokens_per_unit
 
-    def _changed_prompt(self, prompt: LoggedPrompt, tokens: bytes) -> tuple[Namespace, bytes, Finding | None, int]:
-        """Return the namespace and the tokens with which a prompt is replayed, what it loses, and what it reuses."""
-        namespace, rounds = prompt.namespace, list[tuple[Replacement, ...]]()
+    def _fix_prompt(self, prompt: LoggedPrompt, tokens: bytes) -> tuple[Namespace, bytes, Finding | None, int]:
+        """Remove the fixed causes from a prompt.
+
+        Returns:
+            The namespace and the tokens with which it is replayed, what it loses, and how much it reuses.
+        """
+        namespace = prompt.namespace
+        rounds: list[tuple[Replacement, ...]] = []
         for _ in range(_MAX_ROUNDS):
             num_cached = self._unbounded.match(namespace, tokens).cached_tokens
             finding = self._finding(prompt, namespace, tokens, num_cached, rounds)
@@ -210,7 +219,7 @@ class Replay:
                 break
             rounds.append(finding.replacements)
             tokens = changed
-        else:
+        else:  # the last round has changed the prompt, which is not examined again
             num_cached = self._unbounded.match(namespace, tokens).cached_tokens
             finding = None
         return namespace, tokens, finding, num_cached
@@ -227,52 +236,56 @@ class Replay:
         num_missed = len(tokens) // TOKEN_BYTES - 1 - num_cached
         if self._units_to_tokens(num_missed) < self._min_found_tokens:
             return None
-        array = uint32(tokens)
-        numbers = self._index.candidates(namespace.seed, array, num_cached)
+        token_array = as_uint32(tokens)
+        numbers = self._index.candidates(namespace.seed, token_array, num_cached)
         former = self._sessions.get((namespace, prompt.session), ())
         numbers = list(dict.fromkeys((*former, *numbers)))
         segment_of = prompt.segment_of
         if segment_of is not None and rounds:
             segment_of = _segment_before(segment_of, rounds)
         earlier = [self._earlier(each) for each in numbers]
-        finding = self._examiner.examine(prompt, array, num_cached, earlier, self._min_found_tokens, segment_of)
-        elsewhere = self._finding_elsewhere(namespace, tokens, num_cached)
-        if elsewhere is not None and (finding is None or elsewhere.lost_tokens >= finding.lost_tokens):
-            return elsewhere
+        finding = self._examiner.examine(prompt, token_array, num_cached, earlier, self._min_found_tokens, segment_of)
+        namespace_finding = self._namespace_finding(namespace, tokens, num_cached)
+        if namespace_finding is not None and (finding is None or namespace_finding.lost_tokens >= finding.lost_tokens):
+            return namespace_finding
         return finding
 
     def _earlier(self, number: int) -> Earlier:
         """Return an earlier prompt as it was replayed, with its answer."""
         changed = self._changed_numbers.get(number)
         tokens = b"".join(self._log.tokens(number)) if changed is None else self._changed[changed]
-        return Earlier(self._log.prompts[number], uint32(tokens))
+        return Earlier(self._log.prompts[number], as_uint32(tokens))
 
-    def _finding_elsewhere(self, namespace: Namespace, tokens: bytes, num_cached: int) -> Finding | None:
+    def _namespace_finding(self, namespace: Namespace, tokens: bytes, num_cached: int) -> Finding | None:
         """Return a finding if more of the prompt is cached in another namespace."""
         head = tokens[: MIN_EQUAL_TOKENS * TOKEN_BYTES]
-        best, most = None, num_cached
-        for other in reversed(self._namespaces.get(head, ())):
+        best_namespace, max_found = None, num_cached
+        for other in reversed(self._namespaces_by_head.get(head, ())):
             if other != namespace:
                 num_found = self._unbounded.match(other, tokens).cached_tokens
-                if num_found > most:
-                    best, most = other, num_found
-        num_lost = self._units_to_tokens(most - num_cached)
-        if best is None or num_lost < self._min_found_tokens:
+                if num_found > max_found:
+                    best_namespace, max_found = other, num_found
+        num_lost_tokens = self._units_to_tokens(max_found - num_cached)
+        if best_namespace is None or num_lost_tokens < self._min_found_tokens:
             return None
-        cause = cause_of_namespace(namespace, best)
-        return Finding(GroupKey(cause), self._units_to_tokens(num_cached), num_lost, namespace=best)
+        cause = cause_of_namespace(namespace, best_namespace)
+        return Finding(GroupKey(cause), self._units_to_tokens(num_cached), num_lost_tokens, namespace=best_namespace)
 
     def _replay_bounded(
         self, prompt: LoggedPrompt, namespace: Namespace, tokens: bytes, answer: bytes, num_unbounded: int
     ) -> tuple[int, Finding | None]:
-        """Replay a prompt in the cache that evicts. Returns the number of reused tokens, and what had been evicted."""
+        """Replay a prompt in the cache that evicts. `num_unbounded` is what it reuses in the one that never evicts.
+
+        Returns:
+            How much it reuses, and what it lost because that was evicted or has expired; None if nothing.
+        """
         cache = self._bounded
         assert cache is not None
         self._evictions.tenant = namespace.tenant
         num_cached = cache.match(namespace, tokens).cached_tokens
         reason = cache.explain(namespace, tokens, num_cached)
-        next_end = (num_cached // cache.block_size + 1) * cache.block_size * TOKEN_BYTES
-        evicted_for = self._evictions.tenant_of(prefix_fingerprint(namespace.seed, tokens, next_end))
+        next_end_bytes = (num_cached // cache.block_size + 1) * cache.block_size * TOKEN_BYTES
+        evicted_for = self._evictions.tenant_of(prefix_fingerprint(namespace.seed, tokens, next_end_bytes))
         try:
             _publish(cache, namespace, tokens, answer)
         except CapacityError:  # the prompt is longer than the cache
@@ -280,40 +293,42 @@ class Replay:
         else:
             if prompt.retention is not None:
                 cache.retain(namespace, tokens, prompt.retention)
-        num_lost = self._units_to_tokens(num_unbounded - num_cached)
-        if num_lost < self._min_lost_tokens or reason not in CAUSE_OF_REASON:
+        num_lost_tokens = self._units_to_tokens(num_unbounded - num_cached)
+        if num_lost_tokens < self._min_lost_tokens or reason not in CAUSE_OF_REASON:
             return num_cached, None
         cause = CAUSE_OF_REASON[reason]
         if cause is MissCause.EVICTED and evicted_for is not None:
             cause = MissCause.EVICTED_BY_OWN if evicted_for == namespace.tenant else MissCause.EVICTED_BY_OTHERS
-        return num_cached, Finding(GroupKey(cause), self._units_to_tokens(num_cached), num_lost)
+        return num_cached, Finding(GroupKey(cause), self._units_to_tokens(num_cached), num_lost_tokens)
 
     def _reported_loss(self, prompt: LoggedPrompt, num_cached: int) -> Finding | None:
         """Return the loss that a server has reported, if it reused less than a cache that never evicts."""
         reported = prompt.reported
         assert reported is not None
-        num_lost = self._units_to_tokens(num_cached) - reported.cached_tokens
+        num_lost_tokens = self._units_to_tokens(num_cached) - reported.cached_tokens
         cause = CAUSE_OF_REASON.get(reported.miss_reason)
-        if cause is None or num_lost < self._min_lost_tokens:
+        if cause is None or num_lost_tokens < self._min_lost_tokens:
             return None
-        return Finding(GroupKey(cause), reported.cached_tokens, num_lost)
+        return Finding(GroupKey(cause), reported.cached_tokens, num_lost_tokens)
 
     def _remember(
-        self, index: int, prompt: LoggedPrompt, namespace: Namespace, changed: bytes, tokens: bytes, answer: bytes
+        self, index: int, prompt: LoggedPrompt, namespace: Namespace, tokens: bytes, answer: bytes, *, is_changed: bool
     ) -> None:
-        whole = changed + answer
-        if changed != tokens:
-            self._changed_numbers[index] = self._changed.add(whole)
-        self._index.add(index, namespace.seed, uint32(whole))
+        """Remember a replayed prompt, so that later ones are compared with it."""
+        tokens_and_answer = tokens + answer
+        if is_changed:
+            self._changed_numbers[index] = self._changed.add(tokens_and_answer)
+        self._index.add(index, namespace.seed, as_uint32(tokens_and_answer))
         if prompt.session:
             former = self._sessions.setdefault((namespace, prompt.session), deque(maxlen=_MAX_FORMER))
             former.appendleft(index)
-        if len(changed) >= MIN_EQUAL_TOKENS * TOKEN_BYTES:
-            known = self._namespaces.setdefault(changed[: MIN_EQUAL_TOKENS * TOKEN_BYTES], OrderedDict())
-            known[namespace] = None
-            known.move_to_end(namespace)
-            if len(known) > _MAX_NAMESPACES:
-                known.popitem(last=False)
+        if len(tokens) >= MIN_EQUAL_TOKENS * TOKEN_BYTES:
+            head = tokens[: MIN_EQUAL_TOKENS * TOKEN_BYTES]
+            namespaces = self._namespaces_by_head.setdefault(head, OrderedDict())
+            namespaces[namespace] = None
+            namespaces.move_to_end(namespace)
+            if len(namespaces) > _MAX_NAMESPACES:
+                namespaces.popitem(last=False)
 
 
 def _publish(cache: PrefixCache, namespace: Namespace, tokens: bytes, answer: bytes) -> None:

@@ -20,17 +20,19 @@ def trace_log(requests: Sequence[TraceRequest]) -> PromptLog:
     if len(sizes) != 1:
         raise ConfigError(f"trace: expected blocks of one size, got {', '.join(map(str, sorted(sizes)))} tokens")
     log = PromptLog(sizes.pop())
-    numbers: dict[int, int] = {}
+    numbers_by_id: dict[int, int] = {}
     for index, each in enumerate(requests):
-        num_whole = each.input_length // each.tokens_per_id
-        # The first id of an answer is that of the block in which the prompt ends, as the next turn contains it.
-        ids = each.hash_ids if not each.output_ids else (*each.hash_ids[:num_whole], *each.output_ids[:1])
+        num_whole_blocks = each.input_length // each.tokens_per_id
+        # The last id is the first one of the answer: that of the block in which the prompt ends, as the next turn
+        # contains it; or that of the block after the prompt, if the prompt ends with a whole block.
+        ids = each.hash_ids if not each.output_ids else (*each.hash_ids[:num_whole_blocks], *each.output_ids[:1])
         prompt = LoggedPrompt(
             f"request {index + 1}", each.input_length, Namespace("trace"), each.session, each.timestamp_ms / 1000
         )
-        log.add(prompt, _numbers_of(ids, numbers), _numbers_of(each.output_ids[1:], numbers))
+        log.add(prompt, _numbers_of(ids, numbers_by_id), _numbers_of(each.output_ids[1:], numbers_by_id))
     return log
 
 
-def _numbers_of(ids: Sequence[int], numbers: dict[int, int]) -> list[int]:
-    return [numbers.setdefault(each, len(numbers)) for each in ids]
+def _numbers_of(ids: Sequence[int], numbers_by_id: dict[int, int]) -> list[int]:
+    """Return the numbers of some ids. New ids get the next numbers."""
+    return [numbers_by_id.setdefault(each, len(numbers_by_id)) for each in ids]

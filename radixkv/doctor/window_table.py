@@ -17,6 +17,7 @@ _SHORT_SAMPLED_BITS = 4
 _HEAD_TOKENS = 8  # the first tokens of a window, which decide whether it is in the sample
 _CHUNK_TOKENS = 65_536  # tokens that are examined at a time, to bound the memory
 _MAX_SAMPLED = _CHUNK_TOKENS // 8  # in a chunk; a passage that repeats itself may have more
+# Odd random factors, one for each position in a window: the hash of a window is a sum of products.
 _FACTORS = np.random.default_rng(0).integers(2**63, size=WINDOW_TOKENS, dtype=np.uint64) | np.uint64(1)
 
 
@@ -69,18 +70,18 @@ class WindowTable:
 
 def _sampled_hashes(tokens: Tokens, seed: int, num_bits: int) -> npt.NDArray[np.uint64]:
     """Return the hashes of 1 in `2**num_bits` windows; their low bits select a slot."""
-    parts = [np.empty(0, np.uint64)]
+    sampled_hashes = [np.empty(0, np.uint64)]
     for start in range(0, tokens.size - WINDOW_TOKENS + 1, _CHUNK_TOKENS):
         chunk = tokens[start : start + _CHUNK_TOKENS + WINDOW_TOKENS - 1]
         heads = window_hashes(chunk[: chunk.size - WINDOW_TOKENS + _HEAD_TOKENS], _HEAD_TOKENS)
         starts = np.flatnonzero(_mix(heads) >> np.uint64(64 - num_bits) == 0)[:_MAX_SAMPLED]
-        windows = chunk[starts[:, None] + np.arange(WINDOW_TOKENS)] + np.uint64(1)
-        parts.append(_mix((windows * _FACTORS).sum(axis=1, dtype=np.uint64) ^ np.uint64(seed)))
-    return np.concatenate(parts)
+        windows = chunk[starts[:, None] + np.arange(WINDOW_TOKENS)] + np.uint64(1)  # so that token 0 counts
+        sampled_hashes.append(_mix((windows * _FACTORS).sum(axis=1, dtype=np.uint64) ^ np.uint64(seed)))
+    return np.concatenate(sampled_hashes)
 
 
 def _mix(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Let all bits of a hash depend on each other."""
     hashes = hashes ^ (hashes >> np.uint64(32))
-    hashes *= np.uint64(0xBF58476D1CE4E5B9)
+    hashes *= np.uint64(0xBF58476D1CE4E5B9)  # the multiplier of SplitMix64
     return hashes ^ (hashes >> np.uint64(29))

@@ -128,9 +128,9 @@ class AdmissionControl:
             if not future.done():
                 future.set_exception(error)
 
-    def _queue_full(self, num_unfinished: int, max_unfinished: int, of_tenant: str) -> QueueFull:
+    def _queue_full(self, num_unfinished: int, max_unfinished: int, scope_suffix: str) -> QueueFull:
         return QueueFull(
-            f"engine: expected fewer than {max_unfinished} unfinished requests{of_tenant}, got {num_unfinished}",
+            f"engine: expected fewer than {max_unfinished} unfinished requests{scope_suffix}, got {num_unfinished}",
             retry_after_s=self._seconds_to_end(num_unfinished // 2),
         )
 

@@ -21,9 +21,9 @@ class FairCallQueue(Generic[_C]):
         acme   [ call | call | call | ... ]
         other  [ call ]                          take: acme, other, acme, acme ...
 
-    A tenant whose call was taken comes next after all other tenants. When the queue is full, a new call of a
-    tenant replaces the newest call of the tenant with the most calls, if that has at least two more. So fewer than
-    `max_calls` tenants cannot keep another one out.
+    A tenant whose call was taken has its next turn after all other tenants. When the queue is full, a new call of a
+    tenant replaces the newest call of the tenant with the most calls, if that tenant has at least two calls more than
+    the tenant of the new call. So fewer than `max_calls` tenants cannot keep another one out.
 
     Args:
         max_calls: calls that may wait.
@@ -49,7 +49,7 @@ class FairCallQueue(Generic[_C]):
 
         Raises:
             QueueFull: too many calls of this tenant wait, or the queue is full and no other tenant has at least two
-                more calls.
+                calls more than this one.
 
         Complexity: O(1).
         """
@@ -103,9 +103,9 @@ class FairCallQueue(Generic[_C]):
             self._max_length = after
 
 
-def _require_room(num_calls: int, max_calls: int, of_tenant: str) -> None:
+def _require_room(num_calls: int, max_calls: int, scope_suffix: str) -> None:
     if num_calls >= max_calls:
         raise QueueFull(
-            f"engine: expected fewer than {max_calls} waiting calls{of_tenant}, got {num_calls}",
+            f"engine: expected fewer than {max_calls} waiting calls{scope_suffix}, got {num_calls}",
             retry_after_s=RETRY_AFTER_S,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
 
 from sortedcontainers import SortedList
 
@@ -30,7 +32,12 @@ class Cancellations:
         if request.params.deadline_s is not None:
             self._deadlines.add((request.params.deadline_s, request.arrival, request))
         weak = weakref.ref(request)  # a strong reference would form a cycle that only the garbage collector frees
-        request.future.add_done_callback(lambda future: self._cancelled.append(weak) if future.cancelled() else None)
+
+        def note_cancellation(future: Future[Any]) -> None:
+            if future.cancelled():
+                self._cancelled.append(weak)
+
+        request.future.add_done_callback(note_cancellation)
         if isinstance(request.future, GenerationFuture):
             request.future.watch_finish(lambda: self._finished.append(weak))
 

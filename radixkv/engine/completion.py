@@ -131,8 +131,8 @@ class RequestCompleter:
         request.computed_upto = end
         request.has_computed = True
         lease.copy = None  # the step has made the copy
-        if request.state is not None:
-            request.state.advance(end)
+        if request.state_lease is not None:
+            request.state_lease.advance(end)
         release_parts(request)
         generation, prediction = request.generation, result.prediction
         if generation is not None and result.prompt_logprobs is not None:
@@ -155,8 +155,8 @@ class RequestCompleter:
         if self._cancellations.is_failing(request):
             return
         if not result.is_finite:
-            error = "step: the model computed NaN or infinite values for this request; its tokens were discarded"
-            self.fail(request, NotFinite(error))
+            message = "step: the model computed NaN or infinite values for this request; its tokens were discarded"
+            self.fail(request, NotFinite(message))
         elif prediction is None:
             self._commit(request, end)
         elif prediction.refusal is not None:
@@ -178,16 +178,16 @@ class RequestCompleter:
         """
         is_first_token = len(generation.token_ids) == 1
         block_size = self._cache.block_size
-        publishable = end if is_first_token else end // block_size * block_size
-        if publishable > request.open_lease.committed_tokens:
-            self._commit(request, publishable)
+        publishable_tokens = end if is_first_token else end // block_size * block_size
+        if publishable_tokens > request.open_lease.committed_tokens:
+            self._commit(request, publishable_tokens)
         followers = self._flights.leave(request)  # no request follows generated tokens
         if followers:
             self._scheduler.resume(followers)
         prompt_logprobs = (generation.prompt_logprobs or ()) if is_first_token else ()
-        chunk = GeneratedTokens((prediction.next_token_id,), request.usage, prediction.logprobs, prompt_logprobs)
+        new_tokens = GeneratedTokens((prediction.next_token_id,), request.usage, prediction.logprobs, prompt_logprobs)
         try:
-            generation.on_tokens(chunk)
+            generation.on_tokens(new_tokens)
         except BaseException:  # noqa: BLE001 - a caller's code on the engine's thread; the other requests continue
             _log.exception("the callback of a generation raised an exception")
             self._cancellations.fail(request, StepFailed("generation: the caller's callback raised an exception"))
@@ -195,13 +195,13 @@ class RequestCompleter:
     def _commit(self, request: Request, upto: int) -> None:
         """Publish computed tokens: after each chunk, or all at the end if the request must not read from the cache.
 
-        A commit may replace blocks of the request by equal blocks that other requests published, and later chunks of
-        the request would read these.
+        A commit may replace blocks of the request by equal blocks that other requests published. If it came after each
+        chunk, the later chunks of the request would read such blocks, which are blocks of the cache.
         """
         params = request.params
         lease = request.lease
         generation = request.generation
-        assert lease is not None, "it holds the computed tokens"
+        assert lease is not None, "the lease holds the computed tokens"
         if not params.write_cache or request.is_revoked:
             return
         if generation is not None and not generation.sampling.write_generated:
@@ -210,8 +210,8 @@ class RequestCompleter:
         if not params.read_cache and not is_finished:
             return
         request.written_tokens += lease.commit(upto)
-        if request.state is not None:
-            request.state.publish(lease.block_ids, lease.num_published_blocks)
+        if request.state_lease is not None:
+            request.state_lease.publish(lease.block_ids, lease.num_published_blocks)
         followers = self._flights.record_published(request, lease.committed_tokens)
         if followers:
             self._scheduler.resume(followers)
@@ -305,6 +305,7 @@ class RequestCompleter:
             if written_from is None:
                 written_from = end
             block_size = self._cache.block_size
+            # Rounded up, since the block before may also have tokens that other requests published.
             own_start = max(start, min(end, -(-written_from // block_size) * block_size))
         grant = self._retain_range(request, retention, start, own_start, only_raise=True)
         grant = grant.joined(self._retain_range(request, retention, own_start, end, only_raise=not is_lower))
@@ -313,8 +314,8 @@ class RequestCompleter:
     def _retain_range(self, request: Request, retention: Retention, start: int, end: int, *, only_raise: bool) -> Grant:
         if start >= end:
             return Grant(0, 0, 0)
-        part = dataclasses.replace(retention, start=start, end=end)
-        return self._cache.retain(request.namespace, request.prompt_tokens, part, only_raise=only_raise)
+        retention = dataclasses.replace(retention, start=start, end=end)
+        return self._cache.retain(request.namespace, request.prompt_tokens, retention, only_raise=only_raise)
 
     def _hold(self, request: Request, lease: Lease) -> HeldLease:
         block_ids = lease.block_ids

@@ -62,7 +62,7 @@ class Compressor:
         if kept is None:
             kept = self._kept[request] = self._compress(request, compression, lease)
         elif kept.num_entries < request.computed_upto - lease.num_dropped_tokens:
-            kept.append(request.computed_upto - 1)
+            kept.append(request.computed_upto - 1)  # a step has written the entries of this token
         if kept.is_full:
             kept.drop()
             lease.num_dropped_tokens += 1

@@ -258,11 +258,11 @@ class EngineCore:
                 if self._offload is not None:
                     self._offload.copy()
                     self._offload.save()
-                step = self._runner.run([trial_chunk(lease)])
+                result = self._runner.run([trial_chunk(lease)])
         except Exception:  # noqa: BLE001 - whatever a forward pass raises, steps still fail
             _log.exception("steps still fail")
         else:
-            if all(step.is_finite):
+            if all(result.is_finite):
                 self.num_failed_steps = 0
 
     def seconds_until_due(self) -> float | None:
@@ -271,12 +271,12 @@ class EngineCore:
             return 0.0
         now_s = self._clock()
         expires_s = self.held_leases.next_expiry_s()
-        times = [
+        delays_s = [
             None if expires_s is None else max(0.0, expires_s - now_s),
             None if self._offload is None else self._offload.seconds_until_due(),
             None if self._prefetcher is None else self._prefetcher.seconds_until_due(now_s),
         ]
-        return min((each for each in times if each is not None), default=None)
+        return min((delay_s for delay_s in delays_s if delay_s is not None), default=None)
 
     def agent_stats(self) -> AgentStats:
         """Return the numbers of sessions, hints and prefetches. Any thread may call this."""
@@ -323,7 +323,7 @@ class EngineCore:
         return LookUp(tokens, cached_tokens, miss_reason, divergence, self.stats.token_s(namespace.tenant))
 
     def branches_at(self, places: Sequence[int], tenant: str, session_id: str) -> Branches:
-        """Return the branches of a tenant that have segments at some places, for the profiler of misses."""
+        """Return the branches of a tenant that contain the segments with these numbers, for the profiler of misses."""
         start_s = time.thread_time()
         branches = self.cache.branches_at(places, tenant, session_id, MAX_BRANCHES)
         return Branches(branches, self.stats.token_s(tenant), time.thread_time() - start_s)
@@ -332,7 +332,7 @@ class EngineCore:
         """Set the retention priority of a range on the device and in tiers; see `PrefixCache.retain`."""
         return retained_until(self.hints.retain(namespace, tokens, retention), self._clock)
 
-    def purging(
+    def purge_in_slices(
         self, *, tenant: str | None, adapter: str | None, salt: str | None
     ) -> Generator[None, None, PendingPurge]:
         """Purge namespaces, in slices between which steps may run; see `PrefixCache.purge`.
@@ -340,7 +340,7 @@ class EngineCore:
         Their unfinished requests publish nothing more.
         """
         if self._offload is not None:
-            yield from self._offload.wait_for_scan()
+            yield from self._offload.wait_for_scan()  # a disk can be purged only once it is scanned
         for request in self._scheduler.requests():
             request.is_revoked = request.is_revoked or request.is_among(tenant, adapter, salt)
         self._resume_followers_of_revoked()
@@ -372,8 +372,8 @@ class EngineCore:
         if offload is not None:
             assert self._prefetcher is not None
             self._prefetcher.look_ahead(now_s)
-            ready = offload.ready()
-            self._scheduler.resume(self._prefetcher.take(ready))
+            ready_requests = offload.ready()
+            self._scheduler.resume(self._prefetcher.take(ready_requests))  # without the prefetches among them
         slices = self._scheduler.next_step(self._admitter)
         if offload is not None:
             offload.copy()  # before evicted blocks are overwritten
@@ -420,9 +420,9 @@ class EngineCore:
             _log.exception("a step of %d requests failed", len(step.slices))
             self.num_failed_steps += 1
             self.observer.step_failed(self._clock() - step.started_s, len(step.slices))
-            failed = StepFailed(f"step: the forward pass raised {type(error).__name__}")
+            step_error = StepFailed(f"step: the forward pass raised {type(error).__name__}")
             for each in step.slices:
-                self._completer.fail(each.request, failed)
+                self._completer.fail(each.request, step_error)
             return []
         is_any_finite = any(result.is_finite for result in results)
         self.num_failed_steps = 0 if is_any_finite else self.num_failed_steps + 1

@@ -124,7 +124,7 @@ class Engine:
         self._runner = runner
         self._admission = AdmissionControl(config, rates)
         self._inbox = Inbox(config.max_waiting_calls, config.max_tenant_calls)
-        offload, parts = (None, None) if open_offload is None else open_offload(self._wake)
+        offload, transfer_parts = (None, None) if open_offload is None else open_offload(self._wake)
         self._core = EngineCore.build(
             runner,
             cache,
@@ -139,16 +139,16 @@ class Engine:
         )
         self.events = None if events is None else EventSource(events, cache.nodes, self._call)
         list_stored = None if offload is None else offload.stored
-        self.segments = SegmentSource(cache, lambda look, tenant: self._call_for(tenant, look), list_stored)
+        self.segments = SegmentSource(cache, lambda function, tenant: self._call_for(tenant, function), list_stored)
         self.offload = offload
         self.statements = statements
         self.misses = misses
-        thread = EngineThread(self._call, self._inbox.put, lambda: self.cancellation)
-        self.adapters = Adapters(runner.fingerprint, adapters, cache, thread)
-        self.transfer = (
-            None if parts is None else Transfer(parts, self._core.held_leases, self.adapters, self._call_for)
-        )
-        self.public = PublicPrefixRegistry(cache.public, self.limits, self.adapters, thread, self._submit)
+        engine_thread = EngineThread(self._call, self._inbox.put, lambda: self.cancellation)
+        self.adapters = Adapters(runner.fingerprint, adapters, cache, engine_thread)
+        self.transfer = None
+        if transfer_parts is not None:
+            self.transfer = Transfer(transfer_parts, self._core.held_leases, self.adapters, self._call_for)
+        self.public = PublicPrefixRegistry(cache.public, self.limits, self.adapters, engine_thread, self._submit)
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._is_stopping = threading.Event()
@@ -312,7 +312,7 @@ class Engine:
         self._admission.charge_call(caller.tenant)
         digest_of = self.adapters.digest_of
         return self._call_for(
-            caller.tenant, lambda: self._core.hints.applying(actions, caller.tenant, prompt, digest_of)
+            caller.tenant, lambda: self._core.hints.apply_in_slices(actions, caller.tenant, prompt, digest_of)
         )
 
     def end_session(self, session_id: str, caller: Caller = ANONYMOUS) -> Future[int | None]:
@@ -328,8 +328,8 @@ class Engine:
         """
         digest = None if adapter is None else self.adapters.digest_of(adapter)
 
-        def purging() -> Generator[None, None, PendingPurge]:
-            purge = yield from self._core.purging(tenant=tenant, adapter=digest, salt=salt)
+        def purge_in_slices() -> Generator[None, None, PendingPurge]:
+            purge = yield from self._core.purge_in_slices(tenant=tenant, adapter=digest, salt=salt)
             if self.misses is not None:
                 self.misses.forget(tenant)
             return purge

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from radixkv.api.awaits import Awaits
 from radixkv.api.hints import MAX_DIRECTIVES, HintAction, HintOutcome, HintStatus
 from radixkv.api.retention import MAX_PRIORITY, Grant, Retention
-from radixkv.cache.node import Session, path_to
+from radixkv.cache.node import Node, Session, path_to
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import all_slices
 from radixkv.errors import InvalidRequest, UnknownAdapter
@@ -27,8 +27,8 @@ _RANGE_FIELDS = ("start", "end")
 _TTL_FIELDS = ("ttl_seconds", "duration")
 _RETAIN_FIELDS = ("priority", *_TTL_FIELDS, "renew", *_RANGE_FIELDS)
 _NAMESPACE_FIELDS = ("adapter", "salt")
-_MAX_ENDS = 64  # branches of a session that one action changes
-_MAX_NUMBER = 2**53  # up to which JSON's numbers are exact
+_MAX_ENDS = 64  # maximum number of branches of a session that one action changes
+_MAX_NUMBER = 2**53  # whole numbers above it are not exact in JSON
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list: "a list"}
 
 
@@ -91,6 +91,8 @@ class HintApplier:
         self.counts: Counter[tuple[str, str]] = Counter()
         self._cache = cache
         self._prefetch = prefetch
+        # An action returns the number of tokens on which it had an effect, and why these are not all that it addresses;
+        # empty if they are.
         self._actions: Mapping[str, Callable[[_Payload, str, PromptKey | None], tuple[int, str]]] = {
             "kv.retain": self._retain_ranges,
             "kv.pin": self._pin,
@@ -122,9 +124,9 @@ class HintApplier:
         Returns:
             One outcome for each action. Those that address an adapter or a salt are refused; see `applying`.
         """
-        return all_slices(self.applying(actions, tenant, prompt, None))
+        return all_slices(self.apply_in_slices(actions, tenant, prompt, None))
 
-    def applying(
+    def apply_in_slices(
         self, actions: Sequence[HintAction], tenant: str, prompt: PromptKey | None, digest_of: DigestOf | None
     ) -> Generator[None, None, tuple[HintOutcome, ...]]:
         """Apply actions in order, in slices that end with a `yield` and between which steps may run.
@@ -194,7 +196,7 @@ class HintApplier:
         payload.allow("session_id", "scope", "directives", *_RETAIN_FIELDS)
         directives = payload.get("directives", list)
         if directives is None:
-            return self._retain_all(payload, tenant, prompt)
+            return self._retain_addressed(payload, tenant, prompt)
         if len(directives) > MAX_DIRECTIVES:
             raise Refusal(f"payload.directives: expected at most {MAX_DIRECTIVES}, got {len(directives)}")
         session_id = payload.get("session_id", str)
@@ -205,29 +207,30 @@ class HintApplier:
             fields = dict(directive)
             if session_id is not None:
                 fields["session_id"] = session_id
-            each = _Payload(fields, f"payload.directives[{index}]")
-            each.allow("session_id", "covers_output", *_RETAIN_FIELDS)
-            if each.get("covers_output", bool):
+            directive_payload = _Payload(fields, f"payload.directives[{index}]")
+            directive_payload.allow("session_id", "covers_output", *_RETAIN_FIELDS)
+            if directive_payload.get("covers_output", bool):
                 raise Refusal(
                     f"payload.directives[{index}].covers_output: expected false, since a retention covers the prompt"
                 )
             try:
-                num_retained, reason = self._retain_all(each, tenant, prompt)
+                num_retained, reason = self._retain_addressed(directive_payload, tenant, prompt)
             except (Refusal, InvalidRequest) as error:
                 if not num_tokens:
                     raise
                 reasons.append(str(error))  # the directives before it had their effect
                 break
             num_tokens += num_retained
-            reasons += [reason] if reason else []
+            if reason:
+                reasons.append(reason)
         return num_tokens, "; ".join(dict.fromkeys(reasons))
 
     def _pin(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
         payload.allow("session_id", *_TTL_FIELDS, *_RANGE_FIELDS)
         payload.require_ttl()
-        return self._retain_all(payload, tenant, prompt, MAX_PRIORITY)
+        return self._retain_addressed(payload, tenant, prompt, MAX_PRIORITY)
 
-    def _retain_all(
+    def _retain_addressed(
         self, payload: _Payload, tenant: str, prompt: PromptKey | None, priority: int | None = None
     ) -> tuple[int, str]:
         if priority is None:
@@ -258,13 +261,15 @@ class HintApplier:
     ) -> Generator[None, None, tuple[int, str]]:
         payload.allow(*_NAMESPACE_FIELDS, "priority", *_TTL_FIELDS, "renew")
         retention = Retention(payload.priority, payload.ttl_s, renew=bool(payload.get("renew", bool)))
-        return (yield from self._retaining(tenant, names, retention))
+        return (yield from self._retain_in_slices(tenant, names, retention))
 
     def _pin_namespaces(self, payload: _Payload, tenant: str, names: _Names) -> Generator[None, None, tuple[int, str]]:
         payload.allow(*_NAMESPACE_FIELDS, *_TTL_FIELDS)
-        return (yield from self._retaining(tenant, names, Retention(MAX_PRIORITY, payload.require_ttl())))
+        return (yield from self._retain_in_slices(tenant, names, Retention(MAX_PRIORITY, payload.require_ttl())))
 
-    def _retaining(self, tenant: str, names: _Names, retention: Retention) -> Generator[None, None, tuple[int, str]]:
+    def _retain_in_slices(
+        self, tenant: str, names: _Names, retention: Retention
+    ) -> Generator[None, None, tuple[int, str]]:
         grant = yield from self._cache.retain_in_slices(tenant, retention, adapter=names.digest, salt=names.salt)
         return grant.granted_tokens, _over_share_reason(grant.refused_tokens) if grant.refused_tokens else ""
 
@@ -291,14 +296,14 @@ class HintApplier:
         self, payload: _Payload, tenant: str, names: _Names
     ) -> Generator[None, None, tuple[int, str]]:
         self._require_tiers()
-        return (yield from self._dropping(payload, tenant, names, evicts=True))
+        return (yield from self._drop_in_slices(payload, tenant, names, evicts=True))
 
     def _release_namespaces(
         self, payload: _Payload, tenant: str, names: _Names
     ) -> Generator[None, None, tuple[int, str]]:
-        return (yield from self._dropping(payload, tenant, names, evicts=False))
+        return (yield from self._drop_in_slices(payload, tenant, names, evicts=False))
 
-    def _dropping(
+    def _drop_in_slices(
         self, payload: _Payload, tenant: str, names: _Names, *, evicts: bool
     ) -> Generator[None, None, tuple[int, str]]:
         payload.allow(*_NAMESPACE_FIELDS)
@@ -315,6 +320,7 @@ class HintApplier:
         return self._drop(payload, tenant, prompt, evicts=False)
 
     def _drop(self, payload: _Payload, tenant: str, prompt: PromptKey | None, *, evicts: bool) -> tuple[int, str]:
+        """Drop the addressed tokens from the device. `evicts`: whether the tiers save them."""
         payload.allow("session_id", "start")
         start = payload.get("start", int) or 0
         session = self._session(payload, tenant)
@@ -322,12 +328,13 @@ class HintApplier:
             if start:
                 raise Refusal("payload.start: expected none with a session, of which everything is dropped")
             self._cache.sessions.expect(session, None)  # so that its prompt is not prefetched again for its next turn
-            size = self._cache.block_size
-            num_dropped, num_left = self._cache.drop_session(session, evicts=evicts) * size, session.num_blocks * size
+            block_size = self._cache.block_size
+            num_dropped = self._cache.drop_session(session, evicts=evicts) * block_size
+            num_kept = session.num_blocks * block_size
         else:
-            num_dropped, num_left = self._cache.drop(*_require_prompt(prompt), start, evicts=evicts)
-        reason = f"{num_left} tokens stay, because requests use them, or because one hint cannot drop so many segments"
-        return num_dropped, reason if num_left else ""
+            num_dropped, num_kept = self._cache.drop(*_require_prompt(prompt), start, evicts=evicts)
+        reason = f"{num_kept} tokens stay, because requests use them, or because one hint cannot drop so many segments"
+        return num_dropped, reason if num_kept else ""
 
     def _share(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
         payload.allow("session_id", "end")
@@ -376,15 +383,16 @@ class HintApplier:
             return [_AddressedTokens(*_require_prompt(prompt))], ""
         ends = session.ends
         reason = f"only {_MAX_ENDS} of the session's {len(ends)} branches are changed" if len(ends) > _MAX_ENDS else ""
-        return [self._own_range(session, end) for end in ends[:_MAX_ENDS]], reason
+        return [self._own_range(session, node) for node in ends[:_MAX_ENDS]], reason
 
-    def _own_range(self, session: Session, end: Any) -> _AddressedTokens:
+    def _own_range(self, session: Session, end_node: Node) -> _AddressedTokens:
         """Return the prompt up to a node, addressed from the first token that only this session has used."""
-        path = path_to(end)
+        path = path_to(end_node)
         root = path[0].parent
         tokens = (b"" if root is None else root.tokens) + b"".join(node.tokens for node in path)
-        own = next(node for node in path if node.session is session)
-        return _AddressedTokens(end.owner.namespace._replace(public_prefix=""), tokens, own.start_bytes // TOKEN_BYTES)
+        first_own = next(node for node in path if node.session is session)
+        namespace = end_node.owner.namespace._replace(public_prefix="")
+        return _AddressedTokens(namespace, tokens, first_own.start_bytes // TOKEN_BYTES)
 
 
 class _Payload:

@@ -191,25 +191,25 @@ class Inbox:
         Functions come first so that a purge reaches every request that was submitted before it.
         """
         with self._lock:
-            next_call = self._take()
+            next_call = self._take_call()
         if next_call is None:
             return False
         self._run_functions()
-        calls, tenant, call = next_call
+        call_queue, tenant, call = next_call
         if call.run():
             with self._lock:
-                calls.put_back(tenant, call)
+                call_queue.put_back(tenant, call)
                 self._num_calls += 1
         return True
 
-    def _take(self) -> tuple[FairCallQueue[_Call], str, _Call] | None:
+    def _take_call(self) -> tuple[FairCallQueue[_Call], str, _Call] | None:
         for _ in range(len(self._turns)):
             self._turns.rotate(-1)
-            calls = self._queues[self._turns[-1]]
-            next_call = calls.take()
+            call_queue = self._queues[self._turns[-1]]
+            next_call = call_queue.take()
             if next_call is not None:
                 self._num_calls -= 1
-                return calls, *next_call
+                return call_queue, *next_call
         return None
 
     def cancel_calls(self) -> None:

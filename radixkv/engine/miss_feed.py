@@ -35,10 +35,10 @@ class MissFeed(Observer, Listener):
         if request.is_prefetch or request.tenant == PUBLIC_TENANT:
             return
         tokens, reuse = request.prompt_tokens, request.reuse
-        is_by_self = None
+        is_evicted_by_self = None
         if reuse.miss_reason is MissReason.EVICTED and is_miss(request.num_prompt_tokens, reuse.cached_tokens):
             assert self.cache is not None, "the cache exists before the first request"
-            is_by_self = self.cache.is_evicted_by_self(request.namespace, tokens, reuse.cached_tokens)
+            is_evicted_by_self = self.cache.is_evicted_by_self(request.namespace, tokens, reuse.cached_tokens)
         self._profiler.add_prompt(
             AdmittedPrompt(
                 request.namespace,
@@ -46,7 +46,7 @@ class MissFeed(Observer, Listener):
                 tokens,
                 reuse.cached_tokens,
                 reuse.miss_reason,
-                is_by_self,
+                is_evicted_by_self,
             )
         )
 

@@ -63,18 +63,18 @@ class PageReclaimer(Observer):
         used_parts[self._parts.table[self._parts.table != NO_PART]] = True
         self._touched_blocks |= used_blocks
         self._touched_parts |= used_parts
-        self._count()
+        self._update_num_bytes()
         if self.num_bytes <= self._max_bytes:
             return
-        done = [release_pages(pool, ~used_blocks, self._touched_blocks) for pool in self._storage.pools]
-        done += [release_pages(pool, ~used_parts, self._touched_parts) for pool in self._storage.part_pools]
-        if not all(done):
+        were_returned = [release_pages(pool, ~used_blocks, self._touched_blocks) for pool in self._storage.pools]
+        were_returned += [release_pages(pool, ~used_parts, self._touched_parts) for pool in self._storage.part_pools]
+        if not all(were_returned):
             _log.warning("the operating system did not take back memory of the pool, which may grow beyond its size")
-            self._max_bytes = 2**63
+            self._max_bytes = 2**63  # return no pages from now on
         self._touched_blocks, self._touched_parts = used_blocks, used_parts
-        self._count()
+        self._update_num_bytes()
 
-    def _count(self) -> None:
+    def _update_num_bytes(self) -> None:
         storage = self._storage
         self.num_bytes = int(self._touched_blocks.sum()) * storage.block_bytes
         self.num_bytes += int(self._touched_parts.sum()) * storage.part_bytes

@@ -67,7 +67,7 @@ class PublicPrefixRegistry:
         self._limits.require_tokens(tokens)
         done: Future[PublicPrefixStatus] = Future()
         started = self._thread.call(lambda: self._start(name, tokens, adapter, done))
-        started.add_done_callback(partial(self._report_start, done))
+        started.add_done_callback(partial(self._report_start_error, done))
         return done
 
     def unregister(self, name: str) -> Future[PublicPrefixStatus]:
@@ -91,7 +91,7 @@ class PublicPrefixRegistry:
             computed: Future[PrefillResult] = Future()
             params = PrefillParams(tokens, Caller(PUBLIC_TENANT, adapter), request_id=f"public prefix {name}")
             request = prompt._replace(namespace=prefix.namespace, former=()).request(params, computed)
-            computed.add_done_callback(partial(self._end, prefix, request, done))
+            computed.add_done_callback(partial(self._activate, prefix, request, done))
             self._submit(request)
         except BaseException:
             if prefix is not None:
@@ -99,20 +99,23 @@ class PublicPrefixRegistry:
             self._adapters.release(prompt.adapter)
             raise
 
-    def _report_start(self, done: Future[PublicPrefixStatus], started: Future[None]) -> None:
+    def _report_start_error(self, done: Future[PublicPrefixStatus], started: Future[None]) -> None:
         """Report why a prefix could not be registered."""
         error = self._thread.cancellation() if started.cancelled() else started.exception()
         if error is not None:
             _complete(done, error)
 
-    def _end(
+    def _activate(
         self,
         prefix: PublicPrefix,
         request: Request,
         done: Future[PublicPrefixStatus],
         computed: Future[PrefillResult],
     ) -> None:
-        """Activate a computed prefix. Called on the engine's thread after a success, on any thread after a failure."""
+        """Let prompts match a computed prefix, or abandon the prefix if its request failed.
+
+        Called on the engine's thread after a success, on any thread after a failure.
+        """
         error = self._thread.cancellation() if computed.cancelled() else computed.exception()
         if error is not None:
             self._thread.put(lambda: self._abandon(prefix, request))

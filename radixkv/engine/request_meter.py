@@ -24,7 +24,7 @@ class RequestMeter(Observer):
         """Account the tokens of a request."""
         usage = request.usage
         if request.times.prefilled_s is not None:
-            numbers = {
+            counts = {
                 "requests": 1,
                 "computed_tokens": usage.computed_tokens,
                 "generated_tokens": usage.generated_tokens,
@@ -37,7 +37,7 @@ class RequestMeter(Observer):
         elif request.has_computed:
             # After a preemption, `computed_upto` may be less than the tokens that were computed.
             computed_tokens = max(0, request.computed_upto - usage.cached_tokens)
-            numbers = {"computed_tokens": computed_tokens, "written_tokens": usage.written_tokens}
+            counts = {"computed_tokens": computed_tokens, "written_tokens": usage.written_tokens}
         else:
             return
-        self._ledger.count(request.tenant, {name: number for name, number in numbers.items() if number})
+        self._ledger.count(request.tenant, {name: count for name, count in counts.items() if count})

@@ -106,7 +106,7 @@ def predict(
         One prediction for each request.
     """
     sampled_rows: list[int] = []
-    rows_by_count: dict[int, list[int]] = {}  # rows that request log probabilities, by their number
+    rows_by_count: dict[int, list[int]] = {}  # rows by the number of log probabilities that they request
     logit_rows: list[int] = []
     for row, request in enumerate(requests):
         generation, params = request.generation, request.params
@@ -126,7 +126,7 @@ def predict(
         token_ids, tables = _sample_and_read(logits, token_ids, requests, allowed, sampled_rows, rows_by_count)
     logits_by_row: dict[int, npt.NDArray[np.float32]] = {}
     if logit_rows:
-        for row, values in zip(logit_rows, _rows(logits, logit_rows).cpu().numpy(), strict=True):
+        for row, values in zip(logit_rows, _select_rows(logits, logit_rows).cpu().numpy(), strict=True):
             logits_by_row[row] = values.copy()
     refusals = {row: error for row, error in allowed.items() if isinstance(error, RadixKVError)}
     return [
@@ -157,7 +157,7 @@ def _sample_and_read(
         if sampled is not None:
             chosen = chosen.scatter(0, _on_device(sampled_rows, logits.device), sampled)
         for count, rows in rows_by_count.items():
-            pieces.append(_logprobs(_rows(logits, rows), _rows(chosen, rows), count).flatten())
+            pieces.append(_logprobs(_select_rows(logits, rows), _select_rows(chosen, rows), count).flatten())
     values = torch.cat(pieces).cpu().numpy()
     num_sampled = len(sampled_rows)
     for row, token_id in zip(sampled_rows, values[:num_sampled].astype(np.int64).tolist(), strict=True):
@@ -165,12 +165,13 @@ def _sample_and_read(
     tables: dict[int, LogprobTable] = {}
     start = num_sampled
     for count, rows in rows_by_count.items():
-        end = start + len(rows) * (1 + 2 * count)
-        all_rows = _logprob_rows(values[start:end].reshape(len(rows), 1 + 2 * count), count)
+        num_columns = 1 + 2 * count  # see `_logprobs`
+        end = start + len(rows) * num_columns
+        all_rows = _logprob_rows(values[start:end].reshape(len(rows), num_columns), count)
         for index, row in enumerate(rows):
             tables[row] = LogprobTable(1)
-            one = slice(index, index + 1)
-            tables[row].put(0, LogprobRows(all_rows.logprobs[one], all_rows.token_ids[one]))
+            one_row = slice(index, index + 1)
+            tables[row].put(0, LogprobRows(all_rows.logprobs[one_row], all_rows.token_ids[one_row]))
         start = end
     return token_ids, tables
 
@@ -196,7 +197,7 @@ def _sample(
 
     # Rows that need a sort come first, then others that are drawn, then those that take the most likely token.
     rows = sorted(rows, key=lambda row: (not is_drawn(row), not _needs_sort(sampling_of(row))))
-    selected = _rows(logits, rows)
+    selected = _select_rows(logits, rows)
     changes: dict[int, LogitChanges] = {}  # by index in `selected`
     for index, row in enumerate(rows):
         changed = _changes(requests[row], allowed.get(row))
@@ -206,7 +207,7 @@ def _sample(
         selected = change_logits(selected, [*changes.values()])
     elif changes:
         indices = [*changes]
-        changed_rows = change_logits(_rows(selected, indices), [*changes.values()])
+        changed_rows = change_logits(_select_rows(selected, indices), [*changes.values()])
         selected = selected.index_copy(0, _on_device(indices, logits.device), changed_rows)
     num_drawn = sum(map(is_drawn, rows))
     pieces = []
@@ -261,7 +262,7 @@ def change_logits(logits: torch.Tensor, changes: Sequence[LogitChanges]) -> torc
         if allowed is not None:
             allowed = allowed[:num_logits]
             forbidden[row] = ~allowed
-            if stop_ids and allowed.sum() == allowed[stop_ids].sum():
+            if stop_ids and allowed.sum() == allowed[stop_ids].sum():  # nothing but stop tokens is allowed
                 stop_ids = []
         elif len(stop_ids) == num_logits:
             stop_ids = []
@@ -328,8 +329,8 @@ def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequenc
         scores = narrowed if num_sorted == len(samplings) else torch.cat((narrowed, scores[num_sorted:]))
     if any(sampling.min_p for sampling in samplings):
         # The most likely token has the score 0.
-        least = [math.log(sampling.min_p) if sampling.min_p else -math.inf for sampling in samplings]
-        scores = scores.masked_fill(scores < _column(least, device), -torch.inf)
+        min_scores = [math.log(sampling.min_p) if sampling.min_p else -math.inf for sampling in samplings]
+        scores = scores.masked_fill(scores < _column(min_scores, device), -torch.inf)
     noise = torch.empty_like(scores)
     for row, sampling, position in zip(noise, samplings, positions, strict=True):
         seed = xxh3_64(position.to_bytes(8, "little"), seed=sampling.seed).intdigest()
@@ -342,14 +343,15 @@ def _narrow(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor
     device, num_logits = scores.device, scores.shape[1]
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     if any(sampling.top_k for sampling in samplings):
-        last = [min(sampling.top_k or num_logits, num_logits) - 1 for sampling in samplings]
-        least = ordered.gather(1, _on_device(last, device)[:, None])
-        ordered = ordered.masked_fill(ordered < least, -torch.inf)
+        last_ranks = [min(sampling.top_k or num_logits, num_logits) - 1 for sampling in samplings]
+        min_scores = ordered.gather(1, _on_device(last_ranks, device)[:, None])
+        ordered = ordered.masked_fill(ordered < min_scores, -torch.inf)
     if any(sampling.top_p < 1 for sampling in samplings):
         probabilities = ordered.softmax(dim=-1)
         top_p = [sampling.top_p if sampling.top_p < 1 else math.inf for sampling in samplings]
-        is_out = _cumsum(probabilities) - probabilities >= _column(top_p, device)
-        ordered = ordered.masked_fill(is_out, -torch.inf)
+        # A token stays if the tokens before it have less than `top_p` together.
+        is_excluded = _cumsum(probabilities) - probabilities >= _column(top_p, device)
+        ordered = ordered.masked_fill(is_excluded, -torch.inf)
     return scores.scatter(1, order, ordered)
 
 
@@ -400,7 +402,7 @@ def _logprob_rows(values: npt.NDArray[np.float64], count: int) -> LogprobRows:
     return LogprobRows(values[:, : 1 + count].astype(np.float32), values[:, 1 + count :].astype(np.uint32))
 
 
-def _rows(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def _select_rows(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Return some rows of a tensor; the tensor itself if these are all its rows in order."""
     if len(rows) == len(tensor) and all(row == index for index, row in enumerate(rows)):
         return tensor

@@ -81,19 +81,20 @@ class StatsCollector:
     def token_s(self, tenant: str) -> float | None:
         """Return the seconds per computed prompt token, from admission to the first token, of recent requests.
 
-        Only requests of this tenant count, so that the times do not reveal the load of others. None without any.
+        Only requests of this tenant count, so that the times do not reveal the load of others. None if there are none.
         """
-        time = self._token_times.get(tenant)
-        return None if time is None else time.seconds / time.tokens
+        token_time = self._token_times.get(tenant)
+        return None if token_time is None else token_time.seconds / token_time.tokens
 
     def count_tokens(self, tenant: str, usage: Usage, prefill_s: float) -> None:
         """Count the tokens of a finished request that had its first token `prefill_s` seconds after admission."""
         self._tokens = self._tokens.plus(usage)
         if usage.computed_tokens >= _MIN_TIMED_TOKENS:
-            before = self._token_times.pop(tenant, _TokenTime(0.0, 0.0))
+            previous = self._token_times.pop(tenant, _TokenTime(0.0, 0.0))
             weight = 1 - _DECAY
-            time = _TokenTime(weight * before.tokens + usage.computed_tokens, weight * before.seconds + prefill_s)
-            self._token_times.add(tenant, time)  # as the most recent tenant
+            num_tokens = weight * previous.tokens + usage.computed_tokens
+            seconds = weight * previous.seconds + prefill_s
+            self._token_times.add(tenant, _TokenTime(num_tokens, seconds))  # as the most recent tenant
 
     def count_end(self, request: Request, outcome: Outcome) -> None:
         """Count a request that ended, and the time to its first token if it had one."""

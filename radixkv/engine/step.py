@@ -89,27 +89,27 @@ class Step:
             Exception: whatever the forward pass raised, when it was started or later.
         """
         are_last = [end == request.num_tokens for request, _, end in self.slices]
-        last = [each.request for each, is_last in zip(self.slices, are_last, strict=True) if is_last]
-        allowed = allowed_tokens(last)  # computed while the device is busy
+        predicted = [each.request for each, is_last in zip(self.slices, are_last, strict=True) if is_last]
+        allowed = allowed_tokens(predicted)  # computed while the device is busy
         step = self._wait()
         del self._wait  # frees device memory before the next step is started
-        if len(step.logits) > len(last):
-            return self._results_with_prompt_logprobs(step, are_last, last, allowed)
-        predictions = iter(predict(step.logits, step.most_likely, last, allowed))
+        if len(step.logits) > len(predicted):
+            return self._results_with_prompt_logprobs(step, are_last, predicted, allowed)
+        predictions = iter(predict(step.logits, step.most_likely, predicted, allowed))
         return [
             SliceResult(each, is_finite, next(predictions) if is_last else None)
             for each, is_finite, is_last in zip(self.slices, step.is_finite, are_last, strict=True)
         ]
 
     def _results_with_prompt_logprobs(
-        self, step: StepResult, are_last: Sequence[bool], last: Sequence[Request], allowed: Mapping[int, Allowed]
+        self, step: StepResult, are_last: Sequence[bool], predicted: Sequence[Request], allowed: Mapping[int, Allowed]
     ) -> list[SliceResult]:
         """Return the results of a step that also computes log probabilities of prompts."""
         row_ends = list(itertools.accumulate(map(_num_logit_rows, self.slices)))
         row_starts = (0, *row_ends)
         rows = [end - 1 for end, is_last in zip(row_ends, are_last, strict=True) if is_last]
         most_likely = [step.most_likely[row] for row in rows]
-        predictions = iter(predict(step.logits[rows], most_likely, last, allowed))
+        predictions = iter(predict(step.logits[rows], most_likely, predicted, allowed))
         return [
             SliceResult(
                 each,
@@ -147,7 +147,7 @@ class PreparedStep:
 def start_step(
     runner: Runner, slices: Sequence[Slice], now_s: float, watcher_of: Callable[[Request], KeptEntries | None]
 ) -> Step:
-    """Start a forward pass over at least one slice. `watcher_of` returns what observes a request's queries, if any."""
+    """Start a forward pass over at least one slice. `watcher_of` returns the watcher of a request's queries, if any."""
 
     def start() -> Wait:
         chunks = []
@@ -185,7 +185,7 @@ def chunk_of(token_slice: Slice) -> Chunk:
         adapter=request.adapter,
         adapter_from=0 if invocation is None else invocation.start,
         num_dropped=lease.num_dropped_tokens,
-        state=None if request.state is None else _state_of(token_slice),
+        state=None if request.state_lease is None else _state_of(token_slice),
     )
 
 
@@ -196,8 +196,8 @@ def _next_chunk(token_slice: Slice) -> Chunk:
     """
     chunk = chunk_of(token_slice)
     state = chunk.state
-    if state is not None and token_slice.request.state is not None:
-        state = state._replace(source=token_slice.request.state.slot)
+    if state is not None and token_slice.request.state_lease is not None:
+        state = state._replace(source=token_slice.request.state_lease.slot)
     return dataclasses.replace(chunk, copy=None, state=state, wants_logits=True)
 
 
@@ -227,9 +227,9 @@ def _cover(lease: Lease, start: int, end: int) -> Cover | None:
 def _state_of(token_slice: Slice) -> ChunkState:
     """Allocate slots for the states that a slice saves."""
     request, start, end = token_slice
-    assert request.state is not None, "the model keeps states"
+    assert request.state_lease is not None, "the model keeps states"
     keeps = request.params.write_cache and not request.is_revoked
-    return ChunkState(request.state.source, request.state.writes(start, end, keeps=keeps))
+    return ChunkState(request.state_lease.source, request.state_lease.writes(start, end, keeps=keeps))
 
 
 def _num_logit_rows(token_slice: Slice) -> int:

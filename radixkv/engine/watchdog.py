@@ -27,7 +27,7 @@ class Watchdog:
     def __init__(self, timeout_s: float, on_hang: Callable[[], None]) -> None:
         self.timeout_s = timeout_s
         self._on_hang = on_hang
-        self._started_s: float | None = None
+        self._started_s: float | None = None  # start of the running step
         self._reported_start_s: float | None = None  # start of the last step that was reported
         self._failing_since_s: float | None = None
         self._stopped = threading.Event()

@@ -23,7 +23,7 @@ class Admission(enum.Enum):
     ADMITTED = "the request has its blocks and runs"
     FOLLOWS = "the request waits for tokens that a running request computes or a tier loads; others may overtake it"
     ENDED = "the request was refused"
-    NO_ROOM = "the request waits for blocks, and no request behind it may take them"
+    NO_ROOM = "the request waits for blocks, and only requests that end with the step may overtake it"
     OVER_QUOTA = "the request waits for blocks of its own tenant; other tenants continue"
 
 
@@ -105,7 +105,7 @@ class Admitter:
         request.found_tokens = cached_tokens
         if params.read_cache:
             if self._cache.state_slots is not None:
-                # This includes tokens without a state snapshot; they need not be computed by another request.
+                # This includes cached tokens after the last state snapshot: no other request has to compute their K/V.
                 request.found_tokens = self._cache.num_found_tokens(request.namespace, tokens)
             if self._flights.follow(request, request.found_tokens, cached_tokens):
                 return Admission.FOLLOWS
@@ -117,10 +117,10 @@ class Admitter:
         except CapacityError as error:
             if error.cause is Cause.HOLD_LEASE:
                 return self._end(request, error)
-            borrowing = None if isinstance(error, QuotaExceeded) else self._borrow(request, running)
-            if borrowing is None:
+            borrowed_lease = None if isinstance(error, QuotaExceeded) else self._borrow(request, running)
+            if borrowed_lease is None:
                 return self._wait_or_refuse(request, running, error)
-            lease = borrowing
+            lease = borrowed_lease
         if self._loads is not None and request.is_preempted and self._loads.begin_again(request):
             lease.close(is_used=False)  # other requests may have the blocks in the meantime
             return Admission.FOLLOWS
@@ -203,7 +203,9 @@ class Admitter:
         request.computed_upto = cached_tokens
         states = self._cache.state_slots
         if states is not None:
-            request.state = states.open(lease.block_ids, cached_tokens, request.num_prompt_tokens, request.found_tokens)
+            request.state_lease = states.open(
+                lease.block_ids, cached_tokens, request.num_prompt_tokens, request.found_tokens
+            )
         if is_first_admission:
             self._on_start(request)
 
@@ -239,8 +241,9 @@ class Admitter:
         read = request.params.read_cache
         root_tokens = self._cache.num_root_tokens(request.namespace, request.tokens, read=read)
         num_kept_blocks = self._cache.tenants.num_blocks_kept_from(request.tenant) + self._cache.public.num_kept_blocks
-        size = self._cache.block_size
-        num_own_blocks = -(-(request.num_tokens - root_tokens) // size) + -(-request.num_private_tokens // size)
+        block_size = self._cache.block_size
+        num_own_blocks = -(-(request.num_tokens - root_tokens) // block_size)
+        num_own_blocks += -(-request.num_private_tokens // block_size)
         return num_own_blocks <= self._cache.pool.num_blocks - num_kept_blocks
 
 

@@ -12,7 +12,7 @@ from radixkv.errors import Cause, OutOfBlocks, QuotaExceeded, UnknownLease
 from radixkv.scheduling.request import Request
 
 
-class _Held(NamedTuple):
+class _HeldLease(NamedTuple):
     lease: Lease
     num_tokens: int
     tenant: str
@@ -37,7 +37,7 @@ class HeldLeases:
         self._ttl_s = ttl_s
         self._max_leases = max_leases
         self._max_tenant_leases = max_tenant_leases
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldLease] = {}
         self._by_tenant: dict[str, dict[str, None]] = {}  # ids; both dicts are in the order in which leases expire
 
     def __len__(self) -> int:
@@ -48,28 +48,28 @@ class HeldLeases:
 
         Args:
             request: the request, which has `hold_lease` and no lease yet.
-            path: its blocks.
+            path: the blocks that its lease would keep.
             running: requests that have blocks.
 
         Raises:
             QuotaExceeded, OutOfBlocks: its tenant, or all tenants together, would hold too many leases or blocks.
         """
-        others = [other for other in running if other.params.hold_lease and other is not request]
-        own = [other for other in others if other.tenant == request.tenant]
-        num_own = len(self._by_tenant.get(request.tenant, ())) + len(own)
+        future_holders = [other for other in running if other.params.hold_lease and other is not request]
+        own_holders = [holder for holder in future_holders if holder.tenant == request.tenant]
+        num_own = len(self._by_tenant.get(request.tenant, ())) + len(own_holders)
         if num_own >= self._max_tenant_leases:
             raise QuotaExceeded(
                 f"hold_lease: expected fewer than {self._max_tenant_leases} held leases of this tenant, got {num_own}",
                 cause=Cause.HOLD_LEASE,
             )
-        num_all = len(self._held) + len(others)
+        num_all = len(self._held) + len(future_holders)
         if num_all >= self._max_leases:
             raise OutOfBlocks(
                 f"hold_lease: expected fewer than {self._max_leases} held leases of all tenants, got {num_all}",
                 cause=Cause.HOLD_LEASE,
             )
-        for tenant, holders in ((request.tenant, own), (None, others)):
-            paths = [path, *(HeldPath.of(other.open_lease) for other in holders)]
+        for tenant, holders in ((request.tenant, own_holders), (None, future_holders)):
+            paths = [path, *(HeldPath.of(holder.open_lease) for holder in holders)]
             self._blocks.require_room(tenant, self._blocks.num_more(paths))
 
     def hold(self, lease: Lease, tenant: str, now_s: float) -> tuple[str, float]:
@@ -77,7 +77,7 @@ class HeldLeases:
         lease_id = secrets.token_hex(16)
         num_tokens = lease.num_tokens
         lease.hold()
-        return lease_id, self._add(lease_id, _Held(lease, num_tokens, tenant, now_s + self._ttl_s))
+        return lease_id, self._add(lease_id, _HeldLease(lease, num_tokens, tenant, now_s + self._ttl_s))
 
     def lease_of(self, lease_id: str, tenant: str) -> tuple[Lease, int]:
         """Return a held lease, and the number of its tokens. Changes nothing.
@@ -110,8 +110,8 @@ class HeldLeases:
 
         Complexity: O(1).
         """
-        first = next(iter(self._held if tenant is None else self._by_tenant.get(tenant, ())), None)
-        return None if first is None else self._held[first].expires_s
+        first_id = next(iter(self._held if tenant is None else self._by_tenant.get(tenant, ())), None)
+        return None if first_id is None else self._held[first_id].expires_s
 
     def expire(self, now_s: float) -> None:
         """Close the leases that have expired."""
@@ -123,23 +123,23 @@ class HeldLeases:
         while self._held:
             self._close_first()
 
-    def _add(self, lease_id: str, held: _Held) -> float:
+    def _add(self, lease_id: str, held: _HeldLease) -> float:
         self._held[lease_id] = held
         self._by_tenant.setdefault(held.tenant, {})[lease_id] = None
         return held.expires_s
 
-    def _find(self, lease_id: str, tenant: str) -> _Held:
+    def _find(self, lease_id: str, tenant: str) -> _HeldLease:
         held = self._held.get(lease_id)
         if held is None or held.tenant != tenant:
             raise UnknownLease("lease_id: expected a lease that this tenant holds, got an unknown or expired one")
         return held
 
-    def _take(self, lease_id: str, tenant: str) -> _Held:
+    def _take(self, lease_id: str, tenant: str) -> _HeldLease:
         held = self._find(lease_id, tenant)
         del self._held[lease_id]
-        own = self._by_tenant[tenant]
-        del own[lease_id]
-        if not own:
+        ids_of_tenant = self._by_tenant[tenant]
+        del ids_of_tenant[lease_id]
+        if not ids_of_tenant:
             del self._by_tenant[tenant]
         return held
 

@@ -13,7 +13,7 @@ from radixkv.scheduling.request import Request
 
 # A prompt gets at least one turn, this many tokens, in each step of 512 tokens that up to eight tenants share.
 _TURN_TOKENS = 64
-# Number of waiting requests per step for which the blocks of all running requests are inspected.
+# Maximum number of waiting requests per step for which the blocks of all running requests are inspected.
 _MAX_INSPECTIONS = 8
 
 
@@ -23,9 +23,9 @@ class Lending:
         a long prompt   [ computed | what steps can compute until the borrower ends | lent ..... )
 
     Therefore short requests can overtake a prompt as long as the pool. Before each step, `Preemptor` reclaims the lent
-    blocks that are free or evictable, and admissions leave as many of these as are lent. A borrower gets all blocks
-    that it will ever need. If it ends later than expected because other requests took its turns, and the prompt needs
-    its blocks, the youngest request is preempted as usual.
+    blocks that are free or evictable, and admissions leave as many free or evictable blocks as are lent. A borrower
+    gets all blocks that it will ever need. If it ends later than expected because other requests took its turns, and
+    the prompt needs its blocks, the youngest request is preempted as usual.
 
     Lent blocks must be returned. So a request does not borrow if other tenants could not evict its blocks afterwards.
     A request whose tenant has a ceiling does not lend, since other requests of the tenant could use the room below the
@@ -70,11 +70,12 @@ class Lending:
         num_lacking += num_headroom_blocks
         num_answer_tokens = request.num_expected_tokens - request.num_prompt_tokens
         num_turns = -(-(request.num_tokens - cached_tokens) // min(_TURN_TOKENS, self._step_tokens))
-        spare = {each: self._num_spare_blocks(each, num_turns + num_answer_tokens + 1) for each in running}
-        if sum(spare.values()) < num_lacking:
+        num_steps = num_turns + num_answer_tokens + 1  # a turn or a generated token per step, and one step as a margin
+        num_spare = {each: self._num_spare_blocks(each, num_steps) for each in running}
+        if sum(num_spare.values()) < num_lacking:
             return False
-        for lender in sorted(spare, key=spare.__getitem__, reverse=True):
-            num_lent = min(num_lacking, spare[lender])
+        for lender in sorted(num_spare, key=num_spare.__getitem__, reverse=True):
+            num_lent = min(num_lacking, num_spare[lender])
             if num_lent:
                 lender.open_lease.release_last(num_lent)
                 self._lenders.add(lender)
@@ -111,9 +112,9 @@ class Lending:
         if request not in self._lenders:
             return
         cache, lease = self._cache, request.open_lease
-        num_free_blocks = cache.pool.num_free + cache.num_evictable_blocks
+        num_available_blocks = cache.pool.num_free + cache.num_evictable_blocks
         with suppress(CapacityError):  # other tenants' floors may keep some of them
-            lease.reserve(min(lease.num_tokens, (lease.block_ids.size + num_free_blocks) * cache.block_size))
+            lease.reserve(min(lease.num_tokens, (lease.block_ids.size + num_available_blocks) * cache.block_size))
         lease.reserve(min(lease.num_tokens, request.computed_upto + self._step_tokens))
         if not self._num_lent_blocks(request):
             self._lenders.discard(request)

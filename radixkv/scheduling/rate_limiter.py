@@ -25,7 +25,7 @@ class TokenBucket:
         self._per_s = per_s
         self._capacity = max(1.0, per_s * burst_s)
         self._level = self._capacity
-        self._at_s = now_s
+        self._filled_at_s = now_s
 
     def take(self, amount: float, now_s: float) -> None:
         """Remove an amount, even if the bucket has less."""
@@ -43,8 +43,8 @@ class TokenBucket:
         return self._level >= self._capacity
 
     def _fill(self, now_s: float) -> None:
-        self._level = min(self._capacity, self._level + (now_s - self._at_s) * self._per_s)
-        self._at_s = now_s
+        self._level = min(self._capacity, self._level + (now_s - self._filled_at_s) * self._per_s)
+        self._filled_at_s = now_s
 
 
 class RateLimiter:
@@ -81,7 +81,7 @@ class RateLimiter:
         self._buckets: OrderedDict[str, tuple[TokenBucket | None, TokenBucket | None]] = OrderedDict()
 
     @property
-    def num_known(self) -> int:
+    def num_tenants(self) -> int:
         """Number of tenants whose buckets are remembered."""
         return len(self._buckets)
 
@@ -93,24 +93,24 @@ class RateLimiter:
         """
         with self._lock:
             now_s = self._clock()
-            calls, tokens = self._buckets_of(tenant, now_s)
-            call_in_s = 0.0 if calls is None else calls.seconds_until(1, now_s)
-            tokens_in_s = 0.0 if tokens is None else tokens.seconds_until(0, now_s)
-            if call_in_s or tokens_in_s:
-                what = "calls" if call_in_s >= tokens_in_s else "computed tokens"
+            calls_bucket, tokens_bucket = self._buckets_of(tenant, now_s)
+            calls_wait_s = 0.0 if calls_bucket is None else calls_bucket.seconds_until(1, now_s)
+            tokens_wait_s = 0.0 if tokens_bucket is None else tokens_bucket.seconds_until(0, now_s)
+            if calls_wait_s or tokens_wait_s:
+                unit = "calls" if calls_wait_s >= tokens_wait_s else "computed tokens"
                 raise RateExceeded(
-                    f"tenant: exceeded its rate of {what} per second", retry_after_s=max(call_in_s, tokens_in_s)
+                    f"tenant: exceeded its rate of {unit} per second", retry_after_s=max(calls_wait_s, tokens_wait_s)
                 )
-            if calls is not None:
-                calls.take(1, now_s)
+            if calls_bucket is not None:
+                calls_bucket.take(1, now_s)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Charge a tenant for tokens that are computed for it."""
         with self._lock:
             now_s = self._clock()
-            _, tokens = self._buckets_of(tenant, now_s)
-            if tokens is not None:
-                tokens.take(num_tokens, now_s)
+            _, tokens_bucket = self._buckets_of(tenant, now_s)
+            if tokens_bucket is not None:
+                tokens_bucket.take(num_tokens, now_s)
 
     def _buckets_of(self, tenant: str, now_s: float) -> tuple[TokenBucket | None, TokenBucket | None]:
         """Return the buckets of calls and of tokens; None for an unlimited rate."""
@@ -118,12 +118,12 @@ class RateLimiter:
         if buckets is not None:
             return buckets
         bounds = self._tenants.get(tenant, self._default)
-        calls = _bucket(bounds.max_calls_per_s, bounds.rate_burst_s, now_s)
-        tokens = _bucket(bounds.max_computed_tokens_per_s, bounds.rate_burst_s, now_s)
-        if calls is not None or tokens is not None:
+        calls_bucket = _full_bucket(bounds.max_calls_per_s, bounds.rate_burst_s, now_s)
+        tokens_bucket = _full_bucket(bounds.max_computed_tokens_per_s, bounds.rate_burst_s, now_s)
+        if calls_bucket is not None or tokens_bucket is not None:
             self._forget_full(now_s)
-            self._buckets[tenant] = calls, tokens
-        return calls, tokens
+            self._buckets[tenant] = calls_bucket, tokens_bucket
+        return calls_bucket, tokens_bucket
 
     def _forget_full(self, now_s: float) -> None:
         """Of the two tenants that were checked least recently, forget those whose buckets are full."""
@@ -134,5 +134,5 @@ class RateLimiter:
                 self._buckets.move_to_end(tenant)
 
 
-def _bucket(per_s: float | None, burst_s: float, now_s: float) -> TokenBucket | None:
+def _full_bucket(per_s: float | None, burst_s: float, now_s: float) -> TokenBucket | None:
     return None if per_s is None else TokenBucket(per_s, burst_s, now_s)

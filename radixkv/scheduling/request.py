@@ -154,7 +154,7 @@ class Request:
         arrival: number of requests that arrived before it.
         rank: sort key among its tenant's requests, lowest first. One point of urgency counts as one second of waiting.
         lease: the lease of its blocks; None while it has none.
-        state: the lease of its recurrent states; None while it does not run, and for a model without states.
+        state_lease: the lease of its recurrent states; None while it does not run, and for a model without states.
         num_nodes: nodes of the tree that were visited to find reusable tokens, at the last admission.
         has_computed: whether it has computed any token.
         computed_upto: tokens whose K/V exist, reused ones included.
@@ -186,7 +186,7 @@ class Request:
     arrival: int = 0
     rank: tuple[float, int] = (0.0, 0)
     lease: Lease | None = None
-    state: StateLease | None = None
+    state_lease: StateLease | None = None
     num_nodes: int = 0
     has_computed: bool = False
     computed_upto: int = 0
@@ -239,9 +239,9 @@ class Request:
 
     def release(self) -> None:
         """Release its lease and the slots of its states, if it holds any."""
-        if self.state is not None:
-            self.state.close()
-            self.state = None
+        if self.state_lease is not None:
+            self.state_lease.close()
+            self.state_lease = None
         if self.lease is not None:
             self.lease.close()
             self.lease = None

@@ -157,7 +157,11 @@ class Scheduler:
         return slices
 
     def next_tokens(self) -> list[Slice]:
-        """Return the next step while all running requests decode and none is admitted: one token for each of them."""
+        """Return the next step while all running requests decode and none is admitted, and charge its tokens.
+
+        Returns:
+            One token for each running request.
+        """
         for request in self.running:
             self._queues[request.tenant].charge(1)
         self._queues.advance(len(self.running))

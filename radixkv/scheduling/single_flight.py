@@ -46,7 +46,7 @@ class SingleFlight:
         self._block_bytes = block_size * TOKEN_BYTES
         # By the fingerprint of the prefix that a leader publishes next. Tokens are compared before a request follows.
         self._leaders: dict[int, Request] = {}
-        self._first_blocks: Counter[tuple[Namespace, bytes]] = Counter()  # number of leaders by these
+        self._first_blocks: Counter[tuple[Namespace, bytes]] = Counter()  # leaders by their first block of tokens
         self._leads: dict[Request, _Lead] = {}
         self._waits: dict[Request, _Wait] = {}
         self._followers: dict[Request, list[Request]] = {}  # of each leader
@@ -85,21 +85,24 @@ class SingleFlight:
         if leader is None or leader.namespace != request.namespace:
             return False
         leader_tokens = self._leads[leader].tokens
-        shared = shared_bytes(tokens, leader_tokens, 0)
-        if shared < next_end:
+        num_shared_bytes = shared_bytes(tokens, leader_tokens, 0)
+        if num_shared_bytes < next_end:
             return False
         # A leader publishes whole blocks, and its last partial block at its end.
-        upto = min(-(-shared // self._block_bytes) * self._block_bytes, len(leader_tokens))
-        usable = min(shared, len(tokens) - TOKEN_BYTES)  # each request computes its own last token
-        if leader.state is not None:
-            position = usable // self._block_bytes * self._block_bytes // TOKEN_BYTES
+        upto_bytes = min(-(-num_shared_bytes // self._block_bytes) * self._block_bytes, len(leader_tokens))
+        # Each request computes its own last token.
+        num_usable_bytes = min(num_shared_bytes, len(tokens) - TOKEN_BYTES)
+        if leader.state_lease is not None:
+            snapshot_bytes = num_usable_bytes // self._block_bytes * self._block_bytes
+            position = snapshot_bytes // TOKEN_BYTES
             reusable_tokens = cached_tokens if reusable_tokens is None else reusable_tokens
-            if position <= max(reusable_tokens, leader.computed_upto) or not leader.state.request_snapshot(position):
+            is_position_passed = position <= max(reusable_tokens, leader.computed_upto)
+            if is_position_passed or not leader.state_lease.request_snapshot(position):
                 return False
-            upto = position * TOKEN_BYTES
-        elif usable <= cached_tokens * TOKEN_BYTES:
+            upto_bytes = snapshot_bytes
+        elif num_usable_bytes <= cached_tokens * TOKEN_BYTES:
             return False
-        self._waits[request] = _Wait(leader, upto // TOKEN_BYTES)
+        self._waits[request] = _Wait(leader, upto_bytes // TOKEN_BYTES)
         self._followers.setdefault(leader, []).append(request)
         return True
 
@@ -135,7 +138,8 @@ class SingleFlight:
             return []
         released = self._release(request, len(lead.tokens) // TOKEN_BYTES)
         self._stop_leading(request, lead)
-        first_block = request.namespace, lead.tokens[: self._block_bytes]  # the request may have generated more since
+        # As when it began to lead: the first block of `request.tokens` may contain generated tokens by now.
+        first_block = request.namespace, lead.tokens[: self._block_bytes]
         self._first_blocks[first_block] -= 1
         if not self._first_blocks[first_block]:
             del self._first_blocks[first_block]

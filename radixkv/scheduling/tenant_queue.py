@@ -124,12 +124,12 @@ class TenantQueues:
         """
         if not self.by_tenant:
             return
-        weights = 0.0
+        total_weight = 0.0
         min_served = float("inf")
         for queue in self.by_tenant.values():
-            weights += queue.weight
+            total_weight += queue.weight
             min_served = min(min_served, queue.served)
-        self._fair_share = max(self._fair_share + tokens / weights, min_served)
+        self._fair_share = max(self._fair_share + tokens / total_weight, min_served)
 
     def _remember(self, queue: TenantQueue) -> None:
         if queue.served > self._fair_share:

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 # Half of the default scrape timeout of Prometheus, 10 s. The engine answers between two steps.
 _TIMEOUT_S = 5.0
+# What happened to blocks of a tier, by the fields `{outcome}_blocks` of `TierStats`.
 _OUTCOMES = ("loaded", "missed", "computed", "saved", "refused", "dropped", "evicted", "touched", "rewritten")
-_EMPTY = EngineLoad(BlockStats(*8 * [0]), RequestStats(*8 * [0]), 0, 0, 0, 0, StateStats(), PartStats())
+# All numbers are 0; for `describe`, which lists metrics without asking the engine.
+_EMPTY_LOAD = EngineLoad(BlockStats(*8 * [0]), RequestStats(*8 * [0]), 0, 0, 0, 0, StateStats(), PartStats())
 
 
 class EngineGauges(Collector):
@@ -40,21 +42,21 @@ class EngineGauges(Collector):
     def describe(self) -> Iterable[Metric]:
         """List all metrics without waiting for the engine, so that a scrape can select some of them by name."""
         return [
-            *self._states(is_up=False),
+            *self._health(is_up=False),
             *self._events(),
             *self._device(),
             *self._adapters(),
             *self._agents(),
             *_tiers([]),
             self._rejected(),
-            *_families(_EMPTY),
-            *self._aliases(_EMPTY),
+            *_families(_EMPTY_LOAD),
+            *self._aliases(_EMPTY_LOAD),
         ]
 
     def collect(self) -> Iterable[Metric]:
         """Collect all metrics, or only the few that the class names if the engine does not answer. Never raises."""
         load = self._load()
-        yield from self._states(is_up=load is not None)
+        yield from self._health(is_up=load is not None)
         yield from self._events()
         if load is not None:
             yield from self._device()
@@ -80,7 +82,7 @@ class EngineGauges(Collector):
                 family.add_metric([source, reason.value], number)
         return family
 
-    def _states(self, *, is_up: bool) -> Iterable[Metric]:
+    def _health(self, *, is_up: bool) -> Iterable[Metric]:
         limits = self._engine.limits
         labels = {"version": __version__, "model": limits.model, "device": limits.device}
         yield InfoMetricFamily("radixkv", "The running server, its model and its device.", labels)
@@ -121,8 +123,8 @@ class EngineGauges(Collector):
         num_bytes = dict.fromkeys(places.values(), 0)
         for each in adapters:
             num_bytes[places[each.is_on_device]] += each.num_bytes
-        draining = sum(each.is_draining for each in adapters)
-        states = {"loaded": len(adapters) - draining, "draining": draining}
+        num_draining = sum(each.is_draining for each in adapters)
+        states = {"loaded": len(adapters) - num_draining, "draining": num_draining}
         yield _by_label("radixkv_adapters", "Different LoRA adapters, by state.", "state", states)
         yield _by_label(
             "radixkv_adapter_bytes", "Bytes of adapter weights: on the device, or only on the host.", "place", num_bytes
@@ -157,11 +159,11 @@ class EngineGauges(Collector):
         yield GaugeMetricFamily(
             "vllm:kv_cache_usage_perc", "Fraction of the blocks that cannot be evicted, 0 to 1.", usage
         )
-        pool = GaugeMetricFamily(
+        cache_config = GaugeMetricFamily(
             "vllm:cache_config_info", "Size of the block pool.", labels=["block_size", "num_gpu_blocks"]
         )
-        pool.add_metric([str(self._engine.limits.block_size), str(blocks.total)], 1)
-        yield pool
+        cache_config.add_metric([str(self._engine.limits.block_size), str(blocks.total)], 1)
+        yield cache_config
 
     def _load(self) -> EngineLoad | None:
         if not self._engine.is_alive:
@@ -251,12 +253,10 @@ def _tiers(tiers: Iterable[TierStats]) -> Iterable[Metric]:
     yield _by_label(
         "radixkv_tier_working", "1 if the tier is in use, 0 if it is disabled after failures.", "tier", working
     )
-    for name, documentation, counts in (
-        ("used_bytes", "Bytes of blocks in the tier.", {each.tier: each.used_bytes for each in tiers}),
-        ("capacity_bytes", "Capacity of the tier in bytes.", {each.tier: each.capacity_bytes for each in tiers}),
-    ):
-        known = {tier: number for tier, number in counts.items() if number is not None}
-        yield _by_label(f"radixkv_tier_{name}", documentation, "tier", known)
+    used_bytes = {each.tier: each.used_bytes for each in tiers if each.used_bytes is not None}
+    yield _by_label("radixkv_tier_used_bytes", "Bytes of blocks in the tier.", "tier", used_bytes)
+    capacity_bytes = {each.tier: each.capacity_bytes for each in tiers if each.capacity_bytes is not None}
+    yield _by_label("radixkv_tier_capacity_bytes", "Capacity of the tier in bytes.", "tier", capacity_bytes)
     outcomes = CounterMetricFamily("radixkv_tier_blocks", "Blocks of the tier, by outcome.", labels=["tier", "outcome"])
     for each in tiers:
         for outcome in _OUTCOMES:

@@ -125,8 +125,11 @@ class _RefusedCalls:
 
     def count(self, error: RadixKVError) -> None:
         """Count a call by the error with which it was refused."""
-        reason = next((reason for kind, reason in _REFUSAL_REASONS if isinstance(error, kind)), _OTHER_REASON)
-        self._by_reason[reason].inc()
+        for error_class, reason in _REFUSAL_REASONS:
+            if isinstance(error, error_class):
+                self._by_reason[reason].inc()
+                return
+        self._by_reason[_OTHER_REASON].inc()
 
 
 class _RequestCounters:
@@ -152,13 +155,13 @@ class _RequestCounters:
         self.preemptions = Counter(
             "radixkv_request_pauses_total", "Preemptions of running requests.", registry=registry
         )
-        reasons = Counter(
+        miss_reasons = Counter(
             "radixkv_miss_reasons_total",
             "Finished requests, by the reason why the rest of the prompt was not cached.",
             ["reason"],
             registry=registry,
         )
-        self._reasons = {reason: reasons.labels(reason.value.lower()) for reason in MissReason}
+        self._by_miss_reason = {reason: miss_reasons.labels(reason.value.lower()) for reason in MissReason}
 
     def count(self, request: Request, outcome: Outcome, error: Exception | None) -> None:
         """Count a request that ended."""
@@ -166,7 +169,7 @@ class _RequestCounters:
         if error is not None:
             self._failures.labels(type(error).__name__).inc()
         if outcome is Outcome.FINISHED:
-            self._reasons[request.reuse.miss_reason].inc()
+            self._by_miss_reason[request.reuse.miss_reason].inc()
 
 
 class _PhaseHistograms:
@@ -253,8 +256,8 @@ class _TenantTokens:
             "radixkv_loaded_tokens_total", "Cached tokens that were loaded from a tier.", ["tier"], registry=registry
         )
         self._loaded = {tier: loaded.labels(tier) for tier in _TIERS}
-        self._others = self._of(OTHER_TENANTS)
-        self._by_tenant = {tenant: self._of(tenant) for tenant in tenants}
+        self._others = self._create_counters(OTHER_TENANTS)
+        self._by_tenant = {tenant: self._create_counters(tenant) for tenant in tenants}
         self._max_tenants = len(self._by_tenant) + MAX_UNKNOWN_TENANTS
 
     def count(self, tenant: str, usage: Usage) -> None:
@@ -263,7 +266,7 @@ class _TenantTokens:
         if counters is None:
             counters = self._others
             if len(self._by_tenant) < self._max_tenants:
-                counters = self._by_tenant[tenant] = self._of(tenant)
+                counters = self._by_tenant[tenant] = self._create_counters(tenant)
         counters.prompt.inc(usage.prompt_tokens)
         counters.cached.inc(usage.cached_tokens)
         counters.public.inc(usage.public_tokens)
@@ -273,7 +276,7 @@ class _TenantTokens:
         counters.generated.inc(usage.generated_tokens)
         counters.recomputed.inc(usage.recomputed_tokens)
 
-    def _of(self, tenant: str) -> _TokenCounters:
+    def _create_counters(self, tenant: str) -> _TokenCounters:
         # A lone surrogate would make every scrape fail, and control characters would reach terminals.
         label = tenant if tenant.isprintable() else tenant.encode("unicode_escape").decode("ascii")
         return _TokenCounters(*(metric.labels(label) for metric in self._metrics))

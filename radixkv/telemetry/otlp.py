@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from radixkv.engine.observer import Observer
 
 GRPC, HTTP = "grpc", "http/protobuf"
-_KEY = "telemetry.otlp_endpoint"
+_CONFIG_KEY = "telemetry.otlp_endpoint"
 _PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _SCHEMES = {"http": "http", "grpc": "http", "https": "https", "grpcs": "https"}
 _HTTP_PORT = 4318
 _HTTP_PATH = "/v1/traces"
-_FLUSH_S = 5.0
-_ABORT_S = 1.0
+_FLUSH_TIMEOUT_S = 5.0
+_ABORT_TIMEOUT_S = 1.0
 _MODULES = {GRPC: "opentelemetry.exporter.otlp.proto.grpc", HTTP: "opentelemetry.exporter.otlp.proto.http"}
 
 _log = logging.getLogger(__name__)
@@ -78,21 +78,24 @@ def collector_of(endpoint: str, environment: Mapping[str, str] = os.environ) -> 
         url = urlsplit(endpoint)
         host, port = url.hostname, url.port
     except ValueError as error:
-        raise ConfigError(f"{_KEY}: expected a URL such as http://localhost:4317, got {endpoint!r}: {error}") from error
+        raise ConfigError(
+            f"{_CONFIG_KEY}: expected a URL such as http://localhost:4317, got {endpoint!r}: {error}"
+        ) from error
     if url.username is not None:  # the URL would be logged
-        raise ConfigError(f"{_KEY}: the URL contains credentials; pass them with OTEL_EXPORTER_OTLP_HEADERS")
+        raise ConfigError(f"{_CONFIG_KEY}: the URL contains credentials; pass them with OTEL_EXPORTER_OTLP_HEADERS")
     scheme = _SCHEMES.get(url.scheme)
     if scheme is None or not host or (scheme == "http" and port is None):
-        raise ConfigError(f"{_KEY}: expected a URL such as http://localhost:4317, got {endpoint!r}")
+        raise ConfigError(f"{_CONFIG_KEY}: expected a URL such as http://localhost:4317, got {endpoint!r}")
     has_path = url.path.strip("/") != ""
-    name, protocol = "", HTTP if has_path or port == _HTTP_PORT else GRPC
-    for name in _PROTOCOL_VARIABLES:
-        if environment.get(name):
-            protocol = environment[name]
-            break
-    if protocol not in (GRPC, HTTP):
-        raise ConfigError(f"{name}: expected {GRPC} or {HTTP}, got {protocol!r}")
-    path = "" if protocol == GRPC else url.path if has_path else _HTTP_PATH
+    protocol = HTTP if has_path or port == _HTTP_PORT else GRPC
+    variable = next((name for name in _PROTOCOL_VARIABLES if environment.get(name)), None)
+    if variable is not None:
+        protocol = environment[variable]
+        if protocol not in (GRPC, HTTP):
+            raise ConfigError(f"{variable}: expected {GRPC} or {HTTP}, got {protocol!r}")
+    path = ""
+    if protocol == HTTP:
+        path = url.path if has_path else _HTTP_PATH
     return Collector(protocol, f"{scheme}://{url.netloc}{path}")
 
 
@@ -105,8 +108,8 @@ def require_exportable(config: TelemetryConfig) -> None:
     if config.otlp_endpoint is None:
         return
     collector = collector_of(config.otlp_endpoint)
-    require_package(_KEY, "opentelemetry.sdk", "opentelemetry-sdk", "tracing")
-    require_package(_KEY, _MODULES[collector.protocol], "opentelemetry-exporter-otlp", "tracing")
+    require_package(_CONFIG_KEY, "opentelemetry.sdk", "opentelemetry-sdk", "tracing")
+    require_package(_CONFIG_KEY, _MODULES[collector.protocol], "opentelemetry-exporter-otlp", "tracing")
 
 
 @contextlib.contextmanager
@@ -131,7 +134,7 @@ def exported_spans(config: TelemetryConfig) -> Iterator[Observer | None]:
 
     collector = collector_of(config.otlp_endpoint)
     with _captured_library_log() as library_log:
-        exporter = _reporting(_exporter(collector), collector.url, library_log)
+        exporter = _with_outage_log(_exporter(collector), collector.url, library_log)
         provider = _provider(exporter)
         _log.info("exporting spans to %s over %s", collector.url, collector.protocol)
         try:
@@ -154,14 +157,15 @@ class _LibraryLog(logging.Handler):
 
 @contextlib.contextmanager
 def _captured_library_log() -> Iterator[_LibraryLog]:
-    library, handler = logging.getLogger("opentelemetry"), _LibraryLog()
-    propagated, library.propagate = library.propagate, False
-    library.addHandler(handler)
+    logger, handler = logging.getLogger("opentelemetry"), _LibraryLog()
+    previous_propagate = logger.propagate
+    logger.propagate = False
+    logger.addHandler(handler)
     try:
         yield handler
     finally:
-        library.removeHandler(handler)
-        library.propagate = propagated
+        logger.removeHandler(handler)
+        logger.propagate = previous_propagate
 
 
 def _exporter(collector: Collector) -> SpanExporter:
@@ -176,28 +180,28 @@ def _exporter(collector: Collector) -> SpanExporter:
     return over_grpc
 
 
-def _reporting(exporter: SpanExporter, url: str, library_log: _LibraryLog) -> SpanExporter:
-    """Wrap an exporter to log the beginning and the end of each outage."""
+def _with_outage_log(exporter: SpanExporter, url: str, library_log: _LibraryLog) -> SpanExporter:
+    """Return an exporter that calls `exporter`, and logs the beginning and the end of each outage."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    class Reporting(SpanExporter):
+    class OutageLogger(SpanExporter):
         def __init__(self) -> None:
-            self._is_out = False
+            self._is_failing = False
 
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
             result = exporter.export(spans)
-            is_out = result is not SpanExportResult.SUCCESS
-            if is_out and not self._is_out:
+            is_failing = result is not SpanExportResult.SUCCESS
+            if is_failing and not self._is_failing:
                 _log.warning("%s is unreachable, dropping spans: %s", url, library_log.last_message)
-            elif self._is_out and not is_out:
+            elif self._is_failing and not is_failing:
                 _log.info("exporting spans to %s again", url)
-            self._is_out = is_out
+            self._is_failing = is_failing
             return result
 
         def shutdown(self) -> None:
             exporter.shutdown()
 
-    return Reporting()
+    return OutageLogger()
 
 
 def _provider(exporter: SpanExporter) -> TracerProvider:
@@ -205,20 +209,20 @@ def _provider(exporter: SpanExporter) -> TracerProvider:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    ours = {"service.name": "radixkv", "service.version": __version__, "service.instance.id": str(uuid.uuid4())}
-    # Environment variables take precedence.
-    resource = Resource.create(ours).merge(OTELResourceDetector().detect())
+    defaults = {"service.name": "radixkv", "service.version": __version__, "service.instance.id": str(uuid.uuid4())}
+    # The attributes of environment variables take precedence over these defaults.
+    resource = Resource.create(defaults).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
 
 
 def _shut_down(provider: TracerProvider, exporter: SpanExporter) -> None:
-    """Send queued spans, and drop those that are not sent within `_FLUSH_S` seconds."""
-    flushing = threading.Thread(target=provider.shutdown, name="radixkv-spans-flush", daemon=True)
-    flushing.start()
-    flushing.join(_FLUSH_S)
-    if flushing.is_alive():
-        _log.warning("dropping spans that could not be sent within %g s of shutdown", _FLUSH_S)
+    """Send queued spans, and drop those that are not sent within `_FLUSH_TIMEOUT_S` seconds."""
+    flush_thread = threading.Thread(target=provider.shutdown, name="radixkv-spans-flush", daemon=True)
+    flush_thread.start()
+    flush_thread.join(_FLUSH_TIMEOUT_S)
+    if flush_thread.is_alive():
+        _log.warning("dropping spans that could not be sent within %g s of shutdown", _FLUSH_TIMEOUT_S)
         exporter.shutdown()  # aborts the export
-        flushing.join(_ABORT_S)
+        flush_thread.join(_ABORT_TIMEOUT_S)

@@ -68,14 +68,14 @@ class Tracing(Observer):
 
     def _trace_phases(self, request: Request, span: Span, times: _UnixTimes) -> None:
         """Create a span per phase. A phase ends when the next one begins, and the last one ends with the request."""
-        begins = [("queue", request.times.received_s), ("prefill", request.times.scheduled_s)]
+        phases = [("queue", request.times.received_s), ("prefill", request.times.scheduled_s)]
         if request.generation is not None:
-            begins.append(("decode", request.times.prefilled_s))
-        began_ns = [(name, times.of(begin_s)) for name, begin_s in begins if begin_s is not None]
-        ends_ns = [begin_ns for _, begin_ns in began_ns[1:]] + [times.now_ns]
+            phases.append(("decode", request.times.prefilled_s))
+        begun_phases = [(name, times.of(start_s)) for name, start_s in phases if start_s is not None]
+        ends_ns = [start_ns for _, start_ns in begun_phases[1:]] + [times.now_ns]
         context = trace.set_span_in_context(span, Context())
-        for (name, begin_ns), end_ns in zip(began_ns, ends_ns, strict=True):
-            self._tracer.start_span(name, context, start_time=begin_ns).end(end_ns)
+        for (name, start_ns), end_ns in zip(begun_phases, ends_ns, strict=True):
+            self._tracer.start_span(name, context, start_time=start_ns).end(end_ns)
 
 
 class _UnixTimes:

@@ -70,7 +70,8 @@ class TrafficRecorder(Observer):
 
     Ids are hashes with a secret key, of the namespace and all tokens up to the end of a block. The key is in a file
     of the directory with mode 0600. Without the key, ids reveal neither tokens nor whether a guessed prompt
-    occurred. `output_hash_ids` are the ids of the block in which the prompt ends and of all later blocks.
+    occurred. `output_hash_ids` are the ids of the blocks that contain generated tokens. If the first of these also
+    contains the end of the prompt, the last id of `hash_ids` is a hash of the prompt alone.
 
     The engine's thread only puts a request into a queue; a thread of the recorder hashes and writes. If requests with
     more than 64 MiB of tokens wait, further ones are left out, and a warning is logged.
@@ -99,12 +100,12 @@ class TrafficRecorder(Observer):
         self._queue: queue.SimpleQueue[_EndedRequest | None] = queue.SimpleQueue()
         self._num_waiting_bytes = 0
         self._lock = threading.Lock()
-        self._warned_s: float | None = None
+        self._warned_s: float | None = None  # time of the last warning
         self._file: IO[str] | None = None
         self._num_file_bytes = 0
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._key = _key_in(self._directory)
+            self._key = _load_or_create_key(self._directory)
             self._open_next()
         except OSError as error:
             raise ConfigError(
@@ -171,44 +172,45 @@ class TrafficRecorder(Observer):
             self._file.close()
 
     def _line(self, ended: _EndedRequest) -> str:
-        parent = self._digest(b"namespace", "\0".join(f"{len(name)}:{name}" for name in ended.owner).encode())
-        ids = []
+        prefix_digest = self._digest(b"namespace", "\0".join(f"{len(name)}:{name}" for name in ended.owner).encode())
+        digests = []
         num_prompt_bytes = ended.num_prompt_tokens * TOKEN_BYTES
         for start in range(0, len(ended.tokens), self._block_bytes):
             block = ended.tokens[start : start + self._block_bytes]
             if start < num_prompt_bytes < start + len(block):  # the prompt ends inside of this block
-                ids.append(self._digest(parent, block[: num_prompt_bytes - start]))
-                first_output = len(ids)
-            parent = self._digest(parent, block)
-            ids.append(parent)
+                digests.append(self._digest(prefix_digest, block[: num_prompt_bytes - start]))
+                num_prompt_ids = len(digests)
+            prefix_digest = self._digest(prefix_digest, block)
+            digests.append(prefix_digest)
             if start + len(block) == num_prompt_bytes:
-                first_output = len(ids)
-        numbers = [int.from_bytes(each, "little") for each in ids]
+                num_prompt_ids = len(digests)
+        ids = [int.from_bytes(digest, "little") for digest in digests]
         fields = {
             "timestamp": round(ended.received_s * 1000),
             "input_length": ended.num_prompt_tokens,
             "output_length": len(ended.tokens) // TOKEN_BYTES - ended.num_prompt_tokens,
-            "hash_ids": numbers[:first_output],
-            "output_hash_ids": numbers[first_output:],
+            "hash_ids": ids[:num_prompt_ids],
+            "output_hash_ids": ids[num_prompt_ids:],
             "cached_length": ended.cached_tokens,
             "loaded_lengths": {tier: num_tokens for tier, num_tokens in ended.loaded_tokens.items() if num_tokens},
             "ttft_ms": round(ended.ttft_s * 1000, 3),
             "tenant": self._digest(b"tenant", ended.owner[1].encode()).hex(),
-            "session": self._session(ended),
+            "session": self._session_id(ended),
             "stop": ended.stop,
         }
         if ended.is_last:
             fields["last"] = True
         return json.dumps(fields, separators=(",", ":")) + "\n"
 
-    def _session(self, ended: _EndedRequest) -> str:
+    def _session_id(self, ended: _EndedRequest) -> str:
         tenant = ended.owner[1].encode()
         name = len(tenant).to_bytes(4, "little") + tenant + ended.session_id.encode()
         return self._digest(b"session", name).hex() if ended.session_id else ""
 
-    def _digest(self, parent: bytes, data: bytes) -> bytes:
-        digest = hashlib.blake2b(key=self._key, digest_size=_ID_BYTES, person=parent[:16])
-        digest.update(data)
+    def _digest(self, context: bytes, content: bytes) -> bytes:
+        """Return the keyed hash of a content; contexts with different first 16 bytes have different hashes."""
+        digest = hashlib.blake2b(key=self._key, digest_size=_ID_BYTES, person=context[:16])
+        digest.update(content)
         return digest.digest()
 
     def _write(self, line: str) -> None:
@@ -227,9 +229,9 @@ class TrafficRecorder(Observer):
             self._file = None
         self._num_file_bytes = 0
         files = sorted(self._directory.glob(f"traffic-{'[0-9]' * _NUM_DIGITS}.jsonl"))
-        for old in files[: max(0, len(files) - _NUM_FILES + 1)]:
+        for old_file in files[: max(0, len(files) - _NUM_FILES + 1)]:
             with contextlib.suppress(FileNotFoundError):
-                old.unlink()
+                old_file.unlink()
         number = int(files[-1].stem.rpartition("-")[2]) + 1 if files else 1
         path = self._directory / f"traffic-{number:0{_NUM_DIGITS}d}.jsonl"
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii")
@@ -250,8 +252,8 @@ def recorded_traffic(config: Config) -> Iterator[TrafficRecorder | None]:
         recorder.close()
 
 
-def _key_in(directory: Path) -> bytes:
-    """Return the key of a directory. The key is created at the first start."""
+def _load_or_create_key(directory: Path) -> bytes:
+    """Return the key of a directory, which is created if there is none."""
     path = directory / _KEY_FILE
     with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

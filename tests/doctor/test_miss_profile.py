@@ -31,7 +31,7 @@ def finding(place: str, lost_tokens: int = 100, position: int = 5, text: str = "
 
 
 def report(*profiles: MissProfile, tenant: str | None = None, max_groups: int = 1000) -> MissReport:
-    return report_of([part for each in profiles for part in each.parts(tenant)], 60.0, max_groups)
+    return report_of([part for each in profiles for part in each.misses_of(tenant)], 60.0, max_groups)
 
 
 def test_findings_of_one_key_and_tenant_are_one_group() -> None:
@@ -92,7 +92,7 @@ def test_all_tenants_together_have_a_bounded_number_of_groups() -> None:
 def test_further_tenants_are_counted_together_and_have_no_groups() -> None:
     profile = MissProfile()
     for number in range(MAX_TENANTS + 50):
-        assert profile.knows(f"t{number}") == (number < MAX_TENANTS)
+        assert profile.can_track(f"t{number}") == (number < MAX_TENANTS)
         profile.count(f"t{number}", MissCounts(prompts=1))
         profile.add(f"t{number}", finding("x"), None)
     assert report(profile).counts.prompts == MAX_TENANTS + 50

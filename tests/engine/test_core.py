@@ -244,7 +244,7 @@ class TestHeldLeases:
         params = PrefillParams(tokens(range(8)), hold_lease=True)
         bench.core.submit(Request(params, Namespace("fake"), future, 0.0, invocation=invocation))
         bench.core.step()  # up to the invocation, which is the base model's
-        all_slices(bench.core.purging(tenant=None, adapter="law", salt=None))
+        all_slices(bench.core.purge_in_slices(tenant=None, adapter="law", salt=None))
         bench.run()
         assert future.result(0).held_lease is None
         assert bench.cache.num_pinned_blocks == 0

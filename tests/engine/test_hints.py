@@ -43,7 +43,7 @@ class Hinted:
         """Apply an action as a call of Hint does."""
         prompt = PromptKey(namespace, spell(text)) if text else None
         actions = [HintAction("1", action_type, "1.0", payload)]
-        (outcome,) = all_slices(self.hints.applying(actions, "acme", prompt, digest_of))
+        (outcome,) = all_slices(self.hints.apply_in_slices(actions, "acme", prompt, digest_of))
         self.cache.check()
         return outcome
 
@@ -160,7 +160,7 @@ def test_an_adapter_is_dropped_only_with_tiers_to_save_to() -> None:
 def test_steps_may_run_between_the_slices_of_an_action(hinted: Hinted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "_MAX_CHANGED_NODES", 1)
     actions = [HintAction("1", "kv.retain", "1.0", {"adapter": "sql", "priority": 20})]
-    slices = hinted.hints.applying(actions, "acme", None, digest_of)
+    slices = hinted.hints.apply_in_slices(actions, "acme", None, digest_of)
     next(slices)
     assert [node.priority for node in hinted.cache.nodes()].count(20) == 1
     assert hinted.cache.evict(64) == 12

@@ -199,7 +199,8 @@ def test_a_name_is_unique_and_can_be_reused_later(engine: Engine) -> None:
 def test_no_caller_can_be_the_owner_of_public_prefixes(engine: Engine) -> None:
     register(engine)
     with pytest.raises(
-        InvalidRequest, match=r"^tenant: expected any name but \(public\), the owner of public prefixes"
+        InvalidRequest,
+        match=r"^tenant: expected any name but \(public\), which is reserved for the owner of public prefixes",
     ):
         engine.prefill(params(SYSTEM, tenant=PUBLIC_TENANT))
     engine.purge(tenant=PUBLIC_TENANT).result(PATIENCE_S)

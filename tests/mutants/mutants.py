@@ -343,8 +343,10 @@ CACHE_MUTANTS = (
 )
 
 ENGINE_MUTANTS = (
-    Mutant("scheduling/step_plan.py", "(granted + search)\n", "(granted)\n"),
-    Mutant("scheduling/step_plan.py", "used = min(granted + search, tokens, self._budget)", "used = granted"),
+    Mutant("scheduling/step_plan.py", "(granted + search_tokens)\n", "(granted)\n"),
+    Mutant(
+        "scheduling/step_plan.py", "used = min(granted + search_tokens, max_tokens, self._budget)", "used = granted"
+    ),
     Mutant("scheduling/step_plan.py", "1 + num_nodes // _NODES_PER_LOOKUP", "1"),
     Mutant("scheduling/held_leases.py", "num_own >= self._max_tenant_leases", "num_own > self._max_tenant_leases"),
     Mutant("scheduling/held_leases.py", "num_all >= self._max_leases", "num_all > self._max_leases"),
@@ -375,8 +377,8 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "scheduling/single_flight.py",
-        "        shared = shared_bytes(tokens, leader_tokens, 0)\n",
-        "        shared = len(tokens)\n",
+        "        num_shared_bytes = shared_bytes(tokens, leader_tokens, 0)\n",
+        "        num_shared_bytes = len(tokens)\n",
     ),
     Mutant("scheduling/single_flight.py", "        self._leaders.setdefault(fingerprint, request)\n", "        pass\n"),
     Mutant("scheduling/single_flight.py", " or leader.namespace != request.namespace", ""),
@@ -407,7 +409,7 @@ ENGINE_MUTANTS = (
     Mutant("scheduling/admission.py", "        if running and not ends_with_step:\n", "        if running:\n"),
     Mutant("scheduling/admission.py", "Admission.NO_ROOM if running and", "Admission.NO_ROOM if False and"),
     Mutant("scheduling/admission.py", "params.write_cache and not request.is_revoked", "params.write_cache"),
-    Mutant("scheduling/step_plan.py", "        self._queues[request.tenant].charge(granted + search)\n", ""),
+    Mutant("scheduling/step_plan.py", "        self._queues[request.tenant].charge(granted + search_tokens)\n", ""),
     Mutant("scheduling/step_plan.py", "queue.num_passed_over >= _MAX_PASSED_OVER or ", ""),
     Mutant("engine/core.py", 'Namespace("", TRIAL_TENANT)', 'Namespace("")'),
     Mutant(
@@ -437,17 +439,19 @@ ENGINE_MUTANTS = (
         "            future.set_exception(error)\n\n    def close",
         "            pass\n\n    def close",
     ),
-    Mutant("scheduling/step_plan.py", "if request.compression is None or self._compressed_places:", "if True:"),
+    Mutant("scheduling/step_plan.py", "if request.compression is None or self._compressed_places_left:", "if True:"),
     Mutant(
         "scheduling/step_plan.py",
-        "                self._compressed_places -= 1\n            queue",
+        "                self._compressed_places_left -= 1\n            queue",
         "                pass\n            queue",
     ),
     Mutant("scheduling/step_plan.py", "max(equally_urgent, key=", "min(equally_urgent, key="),
     Mutant("scheduling/step_plan.py", "                self.blocked = request\n", "                pass\n"),
-    Mutant("scheduling/step_plan.py", "(self.blocked is None or self._ends_with(request, left))", "True"),
-    Mutant("scheduling/step_plan.py", "if not left or tokens >= self._left(first):", "if not left:"),
-    Mutant("scheduling/step_plan.py", "turn // _SHORT_SHARE", "0"),
+    Mutant("scheduling/step_plan.py", "(self.blocked is None or self._ends_with_step(request, tokens_left))", "True"),
+    Mutant(
+        "scheduling/step_plan.py", "if not tokens_left or num_left >= self._num_left(first):", "if not tokens_left:"
+    ),
+    Mutant("scheduling/step_plan.py", "turn_tokens // _SHORT_SHARE", "0"),
     Mutant("scheduling/step_plan.py", "        self._decode(decoding[:max_decodes])\n", "        self._decode([])\n"),
     Mutant("scheduling/step_plan.py", "self._admitter.urgent_tokens(each) - ", "each.num_left - "),
     Mutant("scheduling/scheduler.py", "        if self._blocked is request:\n            self._blocked = None\n", ""),
@@ -462,7 +466,7 @@ ENGINE_MUTANTS = (
         "engine/completion.py", "is_purged = request.is_revoked or lease.is_revoked", "is_purged = lease.is_revoked"
     ),
     Mutant("engine/completion.py", "        lease.copy = None  # the step has made the copy\n", ""),
-    Mutant("engine/completion.py", "publishable > request.open_lease.committed_tokens", "is_first_token"),
+    Mutant("engine/completion.py", "publishable_tokens > request.open_lease.committed_tokens", "is_first_token"),
     Mutant("engine/preemption.py", "        request.release()\n", "        request.lease = None\n"),
     Mutant("engine/preemption.py", "key=lambda holder: holder.arrival,", "key=lambda holder: -holder.arrival,"),
     Mutant("engine/cancellation.py", "            self._deadlines.remove(", "            len("),
@@ -477,8 +481,8 @@ ENGINE_MUTANTS = (
     Mutant("engine/sampler.py", "if not generation.sampling.takes_most_likely:", "if False:"),
     Mutant("engine/sampler.py", "_cumsum(probabilities) - probabilities >=", "_cumsum(probabilities) >="),
     Mutant("engine/sampler.py", "[requests[row].num_tokens for row in drawn]", "[0 for row in drawn]"),
-    Mutant("scheduling/tenant_queue.py", "max(self._fair_share + tokens / weights, min_served)", "min_served"),
-    Mutant("scheduling/step_plan.py", "if num_free <= 0 or not queue.running:", "if True:"),
+    Mutant("scheduling/tenant_queue.py", "max(self._fair_share + tokens / total_weight, min_served)", "min_served"),
+    Mutant("scheduling/step_plan.py", "if num_free_places <= 0 or not queue.running:", "if True:"),
     Mutant("scheduling/step_plan.py", "if len(decoding) > max_decodes:", "if False:"),
     Mutant("scheduling/admission.py", " and self._can_fit(request) else", " else"),
     Mutant(
@@ -494,8 +498,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "scheduling/lending.py", "request.params.hold_lease or request.is_preempted or", "request.params.hold_lease or"
     ),
-    Mutant("scheduling/lending.py", " + num_answer_tokens + 1)", " + 1)"),
-    Mutant("scheduling/lending.py", "if sum(spare.values()) < num_lacking:", "if False:"),
+    Mutant("scheduling/lending.py", "num_turns + num_answer_tokens + 1", "num_turns + 1"),
+    Mutant("scheduling/lending.py", "if sum(num_spare.values()) < num_lacking:", "if False:"),
     Mutant("scheduling/lending.py", "        num_lacking += num_headroom_blocks\n", ""),
     Mutant("scheduling/lending.py", "if request.tenant == PUBLIC_TENANT or self", "if self"),
     Mutant("scheduling/lending.py", ".floor_blocks:", ".floor_blocks and False:"),
@@ -558,7 +562,7 @@ ENGINE_MUTANTS = (
     Mutant("engine/completion.py", "request.generation.is_finished = True", "pass"),
     Mutant("engine/cancellation.py", "request.is_over or self.is_failing(request)", "request.is_over"),
     Mutant("engine/sampler.py", "torch.where(scores > 0, scores / factor, scores * factor)", "scores / factor"),
-    Mutant("engine/sampler.py", "ordered.masked_fill(ordered < least, -torch.inf)", "ordered"),
+    Mutant("engine/sampler.py", "ordered.masked_fill(ordered < min_scores, -torch.inf)", "ordered"),
     Mutant("engine/sampler.py", "in stop_token_ids if 0 <= token_id < num_logits]", "in stop_token_ids]"),
     Mutant("engine/sampler.py", "in sampling.logit_bias if 0 <= token_id < num_logits]", "in sampling.logit_bias]"),
     Mutant("engine/sampler.py", "    count = min(count, logits.shape[1])\n    return", "    return"),
@@ -571,7 +575,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant("engine/step.py", "upto = min(end, request.num_prompt_tokens - 1)", "upto = end - 1"),
     Mutant("engine/step.py", "rows = [end - 1 for", "rows = [end - end for"),
-    Mutant("scheduling/step_plan.py", "            self._logit_rows -= granted\n", ""),
+    Mutant("scheduling/step_plan.py", "            self._logit_rows_left -= granted\n", ""),
     Mutant("engine/completion.py", "        if self._cancellations.is_failing(request):\n            return\n", ""),
 )
 
@@ -1271,14 +1275,14 @@ STATE_MUTANTS = (
         "",
     ),
     Mutant("cache/prefix_cache.py", "                return MissReason.NO_STATE\n", "                pass\n"),
-    Mutant("scheduling/single_flight.py", " or not leader.state.request_snapshot(position):", ":"),
+    Mutant("scheduling/single_flight.py", " or not leader.state_lease.request_snapshot(position):", ":"),
     Mutant("cache/recurrent_states.py", "        return self._slots.num_snapshots > 0\n", "        return True\n"),
-    Mutant("scheduling/single_flight.py", "position <= max(reusable_tokens, leader.computed_upto) or not", "not"),
+    Mutant("scheduling/single_flight.py", "if is_position_passed or not", "if not"),
     Mutant("engine/step.py", "request.params.write_cache and not request.is_revoked", "request.params.write_cache"),
     Mutant("engine/step.py", "request.params.write_cache and not request.is_revoked", "not request.is_revoked"),
-    Mutant("engine/step.py", "._replace(source=token_slice.request.state.slot)", ""),
-    Mutant("engine/completion.py", "            request.state.advance(end)\n", "            pass\n"),
-    Mutant("scheduling/request.py", "            self.state.close()\n", ""),
+    Mutant("engine/step.py", "._replace(source=token_slice.request.state_lease.slot)", ""),
+    Mutant("engine/completion.py", "            request.state_lease.advance(end)\n", "            pass\n"),
+    Mutant("scheduling/request.py", "            self.state_lease.close()\n", ""),
     Mutant("scheduling/request.py", "            self.lease.close()\n", ""),
     Mutant("model/states/state_step.py", "np.where(row >= 0,", "np.where(row >= -1,"),
     Mutant(
@@ -1620,13 +1624,13 @@ DOCTOR_MUTANTS = (
     ),
     Mutant("doctor/examination.py", "key=lambda each: each[0], reverse=True", "key=lambda each: each[0]"),
     Mutant("doctor/examination.py", "start = self.start if self.is_permuted else end", "start = end"),
-    Mutant("doctor/replay.py", "elsewhere.lost_tokens >= finding.lost_tokens", "True"),
+    Mutant("doctor/replay.py", "namespace_finding.lost_tokens >= finding.lost_tokens", "True"),
     Mutant("doctor/replay.py", "            tokens = changed\n        else", "            break\n        else"),
     Mutant("doctor/replay.py", "evicted_for == namespace.tenant", "True"),
-    Mutant("doctor/diagnosis.py", "before.computed_tokens - latest.computed_tokens", "group.lost_tokens"),
-    Mutant("doctor/causes.py", "has_summary[0] != has_summary[1] or _is_after(_SUMMARY, comparison)", "False"),
+    Mutant("doctor/diagnosis.py", "previous.computed_tokens - latest.computed_tokens", "group.lost_tokens"),
+    Mutant("doctor/causes.py", "prompt_has_summary != branch_has_summary or _is_after(_SUMMARY, comparison)", "False"),
     Mutant("doctor/content_index.py", "(chosen ^ np.uint64(seed)).tolist()", "chosen.tolist()"),
-    Mutant("doctor/block_examination.py", "if start >= num_others - 1:", "if start >= num_others:"),
+    Mutant("doctor/block_examination.py", "if start >= num_previous_ids - 1:", "if start >= num_previous_ids:"),
 )
 FLEET_MUTANTS = (
     Mutant("service/fleet/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),

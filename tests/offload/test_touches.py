@@ -154,7 +154,7 @@ def test_a_purged_prompt_is_not_written_again() -> None:
     bench.prefill(HOT)
     bench.submit(HOT)
     bench.core.step()  # its use is not sent yet, or in flight
-    purge = bench.core.purging(tenant=None, adapter=None, salt=None)
+    purge = bench.core.purge_in_slices(tenant=None, adapter=None, salt=None)
     for _ in purge:
         pass
     bench.run()

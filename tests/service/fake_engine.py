@@ -259,7 +259,7 @@ class FakeEngine:
         self.hints.append(([each.action_type for each in actions], caller, tokens))
         key = PromptKey(Namespace("fake", caller.tenant, caller.adapter, caller.salt), tokens) if tokens else None
         digest_of = self.adapters.digest_of
-        return self._call(lambda: self._hint_applier.applying(actions, caller.tenant, key, digest_of))
+        return self._call(lambda: self._hint_applier.apply_in_slices(actions, caller.tenant, key, digest_of))
 
     def _load_ahead(self, namespace: Namespace, tokens: bytes, session_id: str) -> int:
         self.loads.append((tokens, session_id))

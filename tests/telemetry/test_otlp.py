@@ -192,7 +192,7 @@ def test_spans_are_sent_over_http() -> None:
 
 @pytest.fixture
 def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "_FLUSH_S", 0.2)
+    monkeypatch.setattr(otlp, "_FLUSH_TIMEOUT_S", 0.2)
 
 
 @pytest.mark.usefixtures("quick_end")

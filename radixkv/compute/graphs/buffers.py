@@ -73,7 +73,7 @@ class StepBuffers:
         return self._arrays.device["input_ids"][: shape.num_tokens]
 
     def layout(self, shape: StepShape) -> StepLayout:
-        """Layout of a shape on the device. The host values of its batch are not those of a step; see `plans`."""
+        """Layout of a shape on the device. Its batch has no host values of a step; kernels use `plans` instead."""
         arrays = self._arrays.device
         batch = PagedBatch(
             query_starts=(0, shape.num_tokens),

@@ -75,7 +75,7 @@ class GraphCapturer:
             self._side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._side_stream.wait_stream(current)
         with torch.cuda.stream(self._side_stream):
-            compute()  # compiles and chooses kernels, which cannot be captured
+            compute()  # compiles and chooses kernels, which is impossible during a capture
             _require_no_wait(compute)  # raises before the capture, since a failed capture may break PyTorch's allocator
         current.wait_stream(self._side_stream)
         graph = torch.cuda.CUDAGraph()

@@ -58,8 +58,9 @@ class StepGraphs:
         self._storage = storage
         self._kernels = kernels
         self._keys = list(dict.fromkeys(kind.plan_key for kind in model.attention_kinds))
-        num_query_heads, num_kv_heads = max(key.num_query_heads for key in self._keys), model.kv_shape.num_kv_heads
-        self._group_size = num_query_heads // num_kv_heads  # the largest group
+        num_query_heads = max(key.num_query_heads for key in self._keys)
+        num_kv_heads = model.kv_shape.num_kv_heads
+        self._group_size = num_query_heads // num_kv_heads  # of the layers with the most query heads per KV head
         shapes = step_shapes(
             kernels,
             model.kv_shape.dtype,
@@ -136,10 +137,10 @@ class StepGraphs:
         """Write a step into the buffers. Returns the function that computes it."""
         self._buffers.fill(shape, layout, plans)
         self._num_prepared += 1
-        number = self._num_prepared
+        step_number = self._num_prepared
 
         def replay(input_ids: torch.Tensor) -> StepOutputs:
-            assert number == self._num_prepared, "another step was prepared since"
+            assert step_number == self._num_prepared, "another step was prepared since"
             self._buffers.upload(shape, input_ids)
             return self._replays[shape]()
 

@@ -11,14 +11,16 @@ from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.gpu.attention_plan import AttentionPlan
 from radixkv.model.attention.interface import PlanningKernels
 
+# Minimum number of tokens of a captured step with prompts, and maximum number of requests of any captured step.
 _MIN_PROMPT_TOKENS = 16
 _MAX_REQUESTS = 64
 
 # Minimum and maximum of `max_captured_tokens`.
 _CAPTURED_TOKENS = (128, 512)
 
-# Estimates: 25 launches per layer take the host 30 us each, and a GPU performs 4e14 operations per second.
-_LAUNCHES_S = 25 * 30e-6
+# Estimates: 25 launches per layer take the host 30 us each, and a GPU performs 4e14 operations per second. Computing a
+# token takes two operations per parameter.
+_LAUNCH_S_PER_LAYER = 25 * 30e-6
 _OPERATIONS_PER_S = 4e14
 
 # Requests in captured steps that are only for short prompts. Each request has a row of logits, which costs time.
@@ -84,8 +86,8 @@ def max_captured_tokens(num_parameters: int, num_layers: int) -> int:
         num_layers: layers of the model.
     """
     lowest, highest = _CAPTURED_TOKENS
-    num_tokens = num_layers * _LAUNCHES_S * _OPERATIONS_PER_S / (2 * num_parameters)
-    return next((n for n in reversed(_sizes(lowest, highest)) if n <= num_tokens), lowest)
+    max_tokens = num_layers * _LAUNCH_S_PER_LAYER * _OPERATIONS_PER_S / (2 * num_parameters)
+    return next((size for size in reversed(_doubling_sizes(lowest, highest)) if size <= max_tokens), lowest)
 
 
 def step_shapes(
@@ -113,9 +115,12 @@ def step_shapes(
     """
     group_size = num_query_heads // num_kv_heads
     max_requests = min(max_requests, _MAX_REQUESTS)
-    sizes = [(number, number, 1) for number in _sizes(1, max_requests)]  # tokens, requests, max tokens per request
-    for number in _sizes(_MIN_PROMPT_TOKENS, max_tokens):
-        sizes += [(number, min(number, limit, max_requests), number) for limit in (_FEW_REQUESTS, max_requests)]
+    sizes = []  # tokens, requests, and maximum number of tokens per request
+    for num_requests in _doubling_sizes(1, max_requests):
+        sizes.append((num_requests, num_requests, 1))
+    for num_tokens in _doubling_sizes(_MIN_PROMPT_TOKENS, max_tokens):
+        sizes.append((num_tokens, min(num_tokens, _FEW_REQUESTS, max_requests), num_tokens))
+        sizes.append((num_tokens, min(num_tokens, max_requests), num_tokens))
     shapes = set()
     for (num_tokens, num_requests, max_query_len), min_partials in itertools.product(sizes, (0, *_EXACT_PARTIALS)):
         tile_rows = kernels.tile_rows(group_size * max_query_len, dtype)
@@ -127,7 +132,7 @@ def step_shapes(
     return sorted(shapes)
 
 
-def _sizes(smallest: int, largest: int) -> list[int]:
+def _doubling_sizes(smallest: int, largest: int) -> list[int]:
     """List `smallest` and its doubles up to `largest`."""
     sizes = []
     while smallest <= largest:

@@ -22,18 +22,18 @@ class ResolvedAdapter(NamedTuple):
     Attributes:
         digest: digest of its content; empty for the base model.
         former: previous digests of the name, the latest first.
-        files: the weights; None for the base model.
+        weights: the weights; None for the base model.
     """
 
     digest: str
     former: Sequence[str]
-    files: AdapterWeights | None = None
+    weights: AdapterWeights | None = None
 
 
 class AdapterRecord(NamedTuple):
     """The weights of an adapter that has a name or drains, and its last name."""
 
-    files: AdapterWeights
+    weights: AdapterWeights
     last_name: str
 
 
@@ -138,15 +138,15 @@ class AdapterNames:
                     "model.max_adapters, got one more; it can be loaded when one of them has drained"
                 )
 
-    def assign(self, name: str, files: AdapterWeights) -> str | None:
+    def assign(self, name: str, weights: AdapterWeights) -> str | None:
         """Map a name to an adapter. Returns the previous digest of the name; None if it had none."""
         with self._lock:
-            digest, replaced = files.digest, self._digests.get(name)
+            digest, replaced = weights.digest, self._digests.get(name)
             if replaced == digest:
                 return replaced
             if replaced is not None:
                 self._drop(name, replaced)
-            content = self._contents.setdefault(digest, _Content(AdapterRecord(files, name), {}))
+            content = self._contents.setdefault(digest, _Content(AdapterRecord(weights, name), {}))
             content.names[name] = None
             self._digests[name] = digest
             return replaced
@@ -188,7 +188,7 @@ class AdapterNames:
         if digest is None:
             raise UnknownAdapter("adapter: expected the name of a loaded adapter, got an unknown one")
         former = tuple(each for each in self._former.get(name, ()) if each != digest)
-        return ResolvedAdapter(digest, former, self._contents[digest].record.files)
+        return ResolvedAdapter(digest, former, self._contents[digest].record.weights)
 
     def _drop(self, name: str, digest: str) -> None:
         content = self._contents[digest]

@@ -26,6 +26,7 @@ from radixkv.namespace import RESERVED_TENANTS, Namespace, PromptKey
 _log = logging.getLogger(__name__)
 
 _LOADS_PER_ADAPTER = 2  # unfinished loads for each adapter that may be loaded
+_END = object()  # returned by `next` for a purge that has ended
 
 
 class AdapterSource(NamedTuple):
@@ -119,7 +120,7 @@ class Adapters:
             Later, through the future: SwitchedOff, InvalidRequest, InvalidAdapter, TooManyAdapters, and QueueFull,
                 Draining or StepHangs if the engine accepts no calls.
         """
-        source = self._require_on()
+        source = self._require_source()
         if not self._room_to_load.acquire(blocking=False):
             raise QueueFull(f"adapters: expected at most {self._max_loads} unfinished loads, got one more")
         try:
@@ -134,7 +135,7 @@ class Adapters:
 
     def load_now(self, name: str, directory: Path) -> LoadedAdapter:
         """Load from any directory and wait for it, before the engine's thread is started."""
-        source = self._require_on()
+        source = self._require_source()
         return self._register(source, name, source.read(directory))
 
     def unload(self, name: str) -> Future[None]:
@@ -161,9 +162,9 @@ class Adapters:
     def _keyed(self, caller: Caller, tokens: bytes, resolved: ResolvedAdapter) -> KeyedPrompt:
         reserved_for = RESERVED_TENANTS.get(caller.tenant)
         if reserved_for is not None:
-            raise InvalidRequest(f"tenant: expected any name but {caller.tenant}, {reserved_for}, got it")
+            raise InvalidRequest(f"tenant: expected any name but {caller.tenant}, which is reserved for {reserved_for}")
         base = Namespace(self._model, caller.tenant, "", caller.salt)
-        weights = resolved.files
+        weights = resolved.weights
         if weights is None:
             return KeyedPrompt(base, tokens)
         start = weights.own_from(tokens)
@@ -184,28 +185,28 @@ class Adapters:
             for digest in resolved.former
         )
 
-    def _require_on(self) -> AdapterSource:
+    def _require_source(self) -> AdapterSource:
         if self._source is None:
             raise SwitchedOff("adapters: expected model.max_adapters above 0, got a service without adapters")
         return self._source
 
     def _read_and_register(self, source: AdapterSource, name: str, path: str) -> LoadedAdapter:
-        files = source.read(source.directory.find(path))
+        weights = source.read(source.directory.find(path))
         try:
-            loaded: LoadedAdapter = self._thread.call(lambda: self._register(source, name, files)).result()
+            loaded: LoadedAdapter = self._thread.call(lambda: self._register(source, name, weights)).result()
         except CancelledError:
             raise self._thread.cancellation() from None
         return loaded
 
-    def _register(self, source: AdapterSource, name: str, files: AdapterWeights) -> LoadedAdapter:
-        digest = files.digest
+    def _register(self, source: AdapterSource, name: str, weights: AdapterWeights) -> LoadedAdapter:
+        digest = weights.digest
         self._names.require_room(name, digest)
         for _ in self._freeing.pop(digest, ()):  # finish the purge of the same content before it is loaded again
             pass
-        if files.invocation_token_ids is not None:
+        if weights.invocation_token_ids is not None:
             self._cache.marks.add(digest)
-        source.device.add(files)
-        replaced = self._names.assign(name, files)
+        source.device.add(weights)
+        replaced = self._names.assign(name, weights)
         self._free_drained()
         _log.info("adapter %s has the digest %s; its previous digest: %s", name, digest, replaced)
         (adapter,) = (each for each in self.loaded() if each.name == name and not each.is_draining)
@@ -236,15 +237,22 @@ class Adapters:
     def _count_and_list(self) -> Generator[None, None, list[Adapter]]:
         """Count in slices, between which steps may run."""
         cached_tokens: Counter[str] = yield from self._cache.segments.tokens_by_adapter()
-        return [self._adapter(*each, cached_tokens[each[1].files.digest]) for each in self._names.listing()]
+        return [self._adapter(*each, cached_tokens[each[1].weights.digest]) for each in self._names.listing()]
 
     def _adapter(
         self, name: str, record: AdapterRecord, is_draining: bool, num_unfinished: int, cached_tokens: int = 0
     ) -> Adapter:
         assert self._source is not None, "adapters are on"
-        files, is_on_device = record.files, self._source.device.is_on_device(record.files.digest)
+        weights = record.weights
         return Adapter(
-            name, files.digest, files.rank, files.num_bytes, is_on_device, is_draining, num_unfinished, cached_tokens
+            name,
+            weights.digest,
+            weights.rank,
+            weights.num_bytes,
+            self._source.device.is_on_device(weights.digest),
+            is_draining,
+            num_unfinished,
+            cached_tokens,
         )
 
 
@@ -257,6 +265,3 @@ def _pass_on(loaded: Future[LoadedAdapter], loading: Future[LoadedAdapter]) -> N
             loaded.set_exception(error)
         else:
             loaded.set_result(loading.result())
-
-
-_END = object()

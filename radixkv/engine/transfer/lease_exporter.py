@@ -71,7 +71,7 @@ class LeaseExporter:
         path = () if lease.node is None else path_to(lease.node)
         root_prefix = lease.root_prefix
         cached = b"".join((root_prefix.tokens, *(node.tokens for node in path)))
-        tokens = cached[: num_tokens * TOKEN_BYTES]  # a leaf may have grown since
+        tokens = cached[: num_tokens * TOKEN_BYTES]  # the last node may have grown since the lease was held
         blocks = tuple(self._key_blocks(lease.namespace._replace(public_prefix=""), tokens))
         block_ids = np.frombuffer(b"".join((root_prefix.block_ids, *(node.block_ids for node in path))), np.int32)
         return LeaseBlocks(blocks, block_ids[: len(blocks)].tolist())
@@ -99,17 +99,23 @@ class LeaseExporter:
             UnknownLease: as in `blocks_of`; the lease may have ended in the meantime.
         """
         self._lease(lease_id, tenant)
-        read = self._mover.read([lease_blocks.block_ids[index] for index in indices]) if indices else None
-        payloads = [] if read is None else read.payloads
+        read_blocks = self._mover.read([lease_blocks.block_ids[index] for index in indices]) if indices else None
+        payloads = [] if read_blocks is None else read_blocks.payloads
         if layers is not None and layers.num < self._layer_bytes.num_layers:
             mac = None
-        if read is not None and layers is not None:
-            read.copy.wait()  # `cut` may copy
+        if read_blocks is not None and layers is not None:
+            read_blocks.copy.wait()  # `cut` may copy
             payloads = [self._layer_bytes.cut(payload, layers) for payload in payloads]
         blocks = [lease_blocks.blocks[index] for index in indices]
         return [
             BlockObject(
-                block.key, block.parent, 0, block.tokens, payload, mac, None if read is None else read.copy.wait
+                block.key,
+                block.parent,
+                0,
+                block.tokens,
+                payload,
+                mac,
+                None if read_blocks is None else read_blocks.copy.wait,
             )
             for block, payload in zip(blocks, payloads, strict=True)
         ]

@@ -162,9 +162,11 @@ class Transfer:
         """List the shared stores from which a tenant's blocks may be loaded."""
         return self._call(tenant, lambda: self.stores.names_for(blocks))
 
-    def payload_of(self, data: bytes, wanted: KeyedBlock, mac: BlockMac | None) -> memoryview | ObjectFault:
+    def payload_of(self, received: bytes, wanted: KeyedBlock, mac: BlockMac | None) -> memoryview | ObjectFault:
         """Return K and V of a received block if it is the wanted one and unmodified, or else what is wrong with it.
 
         Any thread may call this. Complexity: one pass over the block for the checksum, and one for the MAC.
         """
-        return open_object(memoryview(data), Wanted(wanted.key, wanted.tokens, mac), self.block_format.payload_bytes)
+        return open_object(
+            memoryview(received), Wanted(wanted.key, wanted.tokens, mac), self.block_format.payload_bytes
+        )

@@ -96,7 +96,7 @@ def test_a_listing_has_every_name_and_what_drains_under_its_last_name() -> None:
     names.assign("law", NEW)
     names.assign("court", NEW)
     listed = [
-        (name, known.files.digest, known.files.rank, is_draining, unfinished)
+        (name, known.weights.digest, known.weights.rank, is_draining, unfinished)
         for name, known, is_draining, unfinished in names.listing()
     ]
     assert listed == [("court", "old", 8, True, 1), ("law", "new", 16, False, 0), ("court", "new", 16, False, 0)]

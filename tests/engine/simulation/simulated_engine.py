@@ -227,7 +227,7 @@ class SimulatedEngine:
     def _find(self, name: str) -> tuple[str, int | None]:
         """Return the digest to which an adapter's name maps, and the token that invokes the adapter, if one does."""
         found = self.adapters._names.find(name)
-        invocation = None if found.files is None else found.files.invocation_token_ids
+        invocation = None if found.weights is None else found.weights.invocation_token_ids
         return found.digest, invocation[0] if invocation else None
 
     def _register(self, register: Register) -> None:
