@@ -38,7 +38,7 @@ class HubName:
         return cls(match[1], match[2] or _DEFAULT_REVISION)
 
     @property
-    def download(self) -> str:
+    def download_command(self) -> str:
         """The command that downloads the model."""
         revision = "" if self.revision == _DEFAULT_REVISION else f" --revision {self.revision}"
         return f"hf download {self.repository}{revision}"
@@ -61,7 +61,7 @@ def hub_cache() -> Path:
     """
     environment = os.environ
     cache = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
-    if cache is None or not cache:
+    if not cache:
         base = environment.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
         home = environment.get("HF_HOME") or os.path.join(base, "huggingface")
         cache = os.path.join(home, "hub")
