@@ -166,7 +166,7 @@ class Adapters:
         weights = resolved.files
         if weights is None:
             return KeyedPrompt(base, tokens)
-        start = weights.own_from(tokens)
+        start = weights.applies_from(tokens)
         if start is None:
             return KeyedPrompt(base, tokens)
         former = self._former(base, tokens, start, resolved)
