@@ -23,7 +23,7 @@ class FakeFiles:
     num_bytes: int = 100
     invocation_token_ids: tuple[int, ...] | None = None
 
-    def own_from(self, tokens: bytes) -> int | None:
+    def applies_from(self, tokens: bytes) -> int | None:
         """Find the last invocation, which is of one token."""
         if self.invocation_token_ids is None:
             return 0

@@ -18,7 +18,7 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention", _SHORT_CONV})
 # Types of layers that keep a state, in models whose class does not declare it.
 _STATE_LAYERS = frozenset({"linear_attention"})
 
-# Settings of config.json for masks that are neither causal nor a sliding window. They would be ignored silently.
+# Settings of config.json for masks that are neither causal nor a sliding window. The kernels would ignore them.
 _OTHER_MASKS = ("attention_chunk_size", "use_bidirectional_attention")
 
 
@@ -33,28 +33,28 @@ def check_architecture(model_class: type[PreTrainedModel], config: Any, device: 
     Raises:
         UnsupportedModel: the cache or the device does not support its attention or its state.
     """
-    text = config.get_text_config()
+    text_config = config.get_text_config()
     name = model_class.__name__
-    kinds = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
-    others = ", ".join(sorted(kinds - _LAYER_TYPES))
-    if model_class._is_stateful or kinds & _STATE_LAYERS:
-        layers = f" in {others} layers" if others else ""
+    layer_types = {str(layer_type) for layer_type in getattr(text_config, "layer_types", None) or ()}
+    unsupported_types = ", ".join(sorted(layer_types - _LAYER_TYPES))
+    if model_class._is_stateful or layer_types & _STATE_LAYERS:
+        layers = f" in {unsupported_types} layers" if unsupported_types else ""
         raise UnsupportedModel(f"{name}: keeps a per-sequence state{layers}, which the K/V cache does not store")
-    if others:
-        raise UnsupportedModel(f"{name}: expected full or sliding attention in each layer, got {others}")
-    if _SHORT_CONV in kinds and device.type != "cpu":
+    if unsupported_types:
+        raise UnsupportedModel(f"{name}: expected full or sliding attention in each layer, got {unsupported_types}")
+    if _SHORT_CONV in layer_types and device.type != "cpu":
         raise UnsupportedModel(
             f"{name}: short convolutions (layers of {_SHORT_CONV}): expected model.device to be cpu, got {device}, "
             "where CUDA graphs do not keep their states yet"
         )
-    rank = getattr(text, "kv_lora_rank", None)
+    rank = getattr(text_config, "kv_lora_rank", None)
     if rank and device.type != "cpu":
         raise UnsupportedModel(
             f"{name}: latent attention (kv_lora_rank {rank}): expected model.device to be cpu, got {device}, where no "
             "kernel attends to latents yet"
         )
     for key in _OTHER_MASKS:
-        if getattr(text, key, None):
+        if getattr(text_config, key, None):
             raise UnsupportedModel(f"{name}: its config.json sets {key}, which the attention kernels do not support")
     if not (model_class.is_backend_compatible() and model_class._can_set_attn_implementation()):
         raise UnsupportedModel(
@@ -75,9 +75,9 @@ def check_windows(name: str, config: Any, windows: Iterable[int | None], max_tok
         UnsupportedModel: config.json states a window that has an effect, and no layer passes one.
     """
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    is_used = kinds is None or "sliding_attention" in kinds
-    if window and is_used and not any(windows) and (max_tokens is None or window < max_tokens):
+    layer_types = getattr(config, "layer_types", None)
+    has_windowed_layers = layer_types is None or "sliding_attention" in layer_types
+    if window and has_windowed_layers and not any(windows) and (max_tokens is None or window < max_tokens):
         lengths = "any length" if max_tokens is None else f"up to {max_tokens} tokens"
         raise UnsupportedModel(
             f"{name}: expected layers that pass their sliding window on, got none: its config.json sets sliding_window "

@@ -13,9 +13,9 @@ from radixkv.errors import ConfigError
 from radixkv.model_files.gguf_file import GgufFile
 from radixkv.model_files.model_location import ModelLocation, check_servable, locate
 
-# Files of a snapshot that are copied. Weights in other formats, code and images are not.
-_COPIED = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken")
-_TEMPLATES = "additional_chat_templates"
+# Suffixes of the files that are copied. Weights in other formats, code and images are not copied.
+_COPIED_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken")
+_TEMPLATES_FOLDER = "additional_chat_templates"
 
 
 def convert(source: str, directory: str, dtype: str = "auto") -> int:
@@ -60,21 +60,21 @@ def _convert_gguf(location: ModelLocation, dtype: str, directory: Path) -> None:
 
     from radixkv.model.gguf_weights import load_gguf_weights
 
-    file, metadata = GgufFile.read(location.path), location.directory()
-    name = file.dtype if dtype == "auto" else dtype
-    config = AutoConfig.from_pretrained(metadata, local_files_only=True)
+    file, metadata_directory = GgufFile.read(location.path), location.directory()
+    dtype_name = file.dtype if dtype == "auto" else dtype
+    config = AutoConfig.from_pretrained(metadata_directory, local_files_only=True)
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    module = load_gguf_weights(file, model_class, config, getattr(torch, name), "eager")
+    module = load_gguf_weights(file, model_class, config, getattr(torch, dtype_name), "eager")
     module.save_pretrained(directory)
-    _copy_files(metadata, directory)  # replaces config.json
-    model_config = {**read_object(directory / "config.json"), "dtype": name}
+    _copy_files(metadata_directory, directory)  # replaces config.json
+    model_config = {**read_object(directory / "config.json"), "dtype": dtype_name}
     (directory / "config.json").write_text(json.dumps(model_config, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
 def _copy_files(source: Path, directory: Path) -> None:
-    """Copy the files of a model. The symbolic links of a snapshot are followed."""
-    for path in [*sorted(source.iterdir()), *sorted((source / _TEMPLATES).glob("*.jinja"))]:
-        if path.is_file() and path.suffix in _COPIED:
+    """Copy the files of a model. Symbolic links, as in the cache of Hugging Face, are followed."""
+    for path in [*sorted(source.iterdir()), *sorted((source / _TEMPLATES_FOLDER).glob("*.jinja"))]:
+        if path.is_file() and path.suffix in _COPIED_SUFFIXES:
             target = directory / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)

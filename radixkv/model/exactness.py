@@ -1,4 +1,4 @@
-"""Exact mode: makes the results of a model batch-invariant, so that those of a token depend only on its prefix."""
+"""Exact mode: makes a model batch-invariant, so that the results for a token depend only on its prefix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from radixkv.model.layers.packed_linear import Matmul
 from radixkv.model.on_gpu import exact_kernels
 from radixkv.model.refusals import SERVE_FAST
 
-T = TypeVar("T")
+T = TypeVar("T")  # the result of a trial
 
 # Elementwise functions whose vectorized and scalar implementations in PyTorch differ, or could differ. Known to differ:
 # sigmoid, gelu, softplus and mish in float32, rsqrt in half precision.
@@ -33,14 +33,14 @@ _GPU_TOKENS_MULTIPLE = 16
 
 # On a CPU, PyTorch's norms and sums of a row are bitwise identical for any number of rows from two on. Small batches
 # are padded once, to a row count that matmuls can be called with, so that not every matmul has to pad them.
-_FEW_TOKENS = tuple(size for size in SIZES if 2 <= size <= 64)
+_SMALL_BATCH_TOKENS = tuple(size for size in SIZES if 2 <= size <= 64)
 
 
 def padded_tokens(num_tokens: int, device: torch.device) -> int:
     """Return the number of tokens, including padding, of an exact forward pass over `num_tokens` tokens."""
     if device.type != "cpu":
         return -(-num_tokens // _GPU_TOKENS_MULTIPLE) * _GPU_TOKENS_MULTIPLE
-    return next((size for size in _FEW_TOKENS if size >= num_tokens), num_tokens)
+    return next((size for size in _SMALL_BATCH_TOKENS if size >= num_tokens), num_tokens)
 
 
 class ExactFunctions(TorchFunctionMode):
@@ -83,7 +83,9 @@ def make_exact(module: PreTrainedModel, budget: TrialBudget | None = None) -> Ex
         kernels = exact_kernels(module.device)
         matmuls = _Matmuls(module, kernels.try_tiles, kernels.linear)
         return ExactFunctions({**matmuls.functions, **kernels.row_functions})
-    return ExactFunctions(_Matmuls(module, _choose_plain(budget), _multiply).functions | pointwise_functions())
+    return ExactFunctions(
+        _Matmuls(module, _trial_of_plain_matmuls(budget), _multiply).functions | pointwise_functions()
+    )
 
 
 class _Matmuls(Generic[T]):
@@ -91,8 +93,8 @@ class _Matmuls(Generic[T]):
 
     Args:
         module: the model, for the names of its weights.
-        attempt: checks matmuls with a weight and a bias. A false result means that they are not batch-invariant.
-        multiply: computes the matmul of rows with a weight, plus a bias, given the result of the attempt.
+        try_weight: checks matmuls with a weight and a bias. A false result means that they are not batch-invariant.
+        multiply: computes the matmul of rows with a weight, plus a bias, given the result of the trial.
 
     Attributes:
         functions: the replacements, for `ExactFunctions`.
@@ -101,13 +103,13 @@ class _Matmuls(Generic[T]):
     def __init__(
         self,
         module: PreTrainedModel,
-        attempt: Callable[[torch.Tensor, torch.Tensor | None], T],
+        try_weight: Callable[[torch.Tensor, torch.Tensor | None], T],
         multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, T], torch.Tensor],
     ) -> None:
         self._module = module
-        self._attempt = attempt
+        self._try_weight = try_weight
         self._multiply = multiply
-        self._attempts: dict[tuple[object, ...], T] = {}
+        self._trials: dict[tuple[object, ...], T] = {}  # results, by what distinguishes weights
         self.functions: dict[Callable[..., Any], Callable[..., Any]] = {
             functional.linear: self._linear,
             torch.addmm: self._addmm,
@@ -115,39 +117,40 @@ class _Matmuls(Generic[T]):
             torch.Tensor.matmul: self._matmul,
             torch.Tensor.__matmul__: self._matmul,
         }
-        self._weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        self._weight_addresses = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self._multiply(input, weight, bias, self._attempt_of(weight, bias))
+        return self._multiply(input, weight, bias, self._trial_of(weight, bias))
 
     def _addmm(self, input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
         return self._linear(mat1, mat2.t(), input)
 
     def _matmul(self, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        if other.dim() != 2 or other.untyped_storage().data_ptr() not in self._weights:
+        if other.dim() != 2 or other.untyped_storage().data_ptr() not in self._weight_addresses:
             return torch.matmul(input, other)
         return self._linear(input, other.t())
 
-    def _attempt_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> T:
+    def _trial_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> T:
         key = (weight.shape, weight.dtype, weight.stride(), weight.data_ptr() % 16, bias is None)
-        if key not in self._attempts:
-            self._attempts[key] = self._attempt(weight, bias)
-        if not self._attempts[key]:
+        if key not in self._trials:
+            self._trials[key] = self._try_weight(weight, bias)
+        if not self._trials[key]:
             raise UnsupportedModel(
                 f"{self._name_of(weight)}: no batch-invariant matmul for a weight of shape {tuple(weight.shape)} in "
                 f"{weight.dtype} on this machine; {SERVE_FAST}"
             )
-        return self._attempts[key]
+        return self._trials[key]
 
     def _name_of(self, weight: torch.Tensor) -> str:
-        names = [name for name, own in self._module.named_parameters() if own.data_ptr() == weight.data_ptr()]
+        address = weight.data_ptr()
+        names = [name for name, parameter in self._module.named_parameters() if parameter.data_ptr() == address]
         return names[0] if names else type(self._module).__name__
 
 
-def _choose_plain(
+def _trial_of_plain_matmuls(
     budget: TrialBudget | None,
 ) -> Callable[[torch.Tensor, torch.Tensor | None], GemmChoice | None]:
-    """Return the trial for matmuls of layers that are not packed: experts, and code that calls PyTorch directly."""
+    """Return a trial for matmuls of layers that are not packed: experts, and code that calls PyTorch directly."""
     tuner = GemmTuner(is_exact=True, budget=budget)
     return lambda weight, bias: tuner.choose(weight, bias, ("plain",))
 
@@ -155,7 +158,7 @@ def _choose_plain(
 def _multiply(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, choice: GemmChoice | None
 ) -> torch.Tensor:
-    assert choice is not None, "refused before"
+    assert choice is not None, "`_Matmuls` refuses the weight otherwise"
     return Matmul([weight], bias, choice)(rows)
 
 

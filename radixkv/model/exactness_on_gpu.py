@@ -14,7 +14,7 @@ from radixkv.kernels.gpu.flat_rows import DTYPES
 from radixkv.kernels.gpu.norm import rms_norm, row_mean
 
 # Shared memory per block on an H100, H200 or B200, for which the tiles of `linear` are designed. These GPUs have TMA.
-_SHARED_BYTES = 232_448
+_MIN_SHARED_BYTES = 232_448
 
 _TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
@@ -22,8 +22,8 @@ _TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 def require_exact_gpu(device: torch.device) -> None:
     """Refuse a GPU that the kernels do not support, and disable TF32 in this process.
 
-    TF32 rounds the operands of float32 matmuls to 10 bits, so that rotary embeddings of positions beyond 2,048 would
-    depend on the library.
+    TF32 rounds the operands of float32 matmuls to a mantissa of 10 bits, so that rotary embeddings of positions beyond
+    2,048 would depend on the library.
 
     Raises:
         ConfigError: the GPU has less shared memory than the kernels need, or the environment makes libraries use TF32.
@@ -38,9 +38,9 @@ def require_exact_gpu(device: torch.device) -> None:
     torch.backends.cudnn.allow_tf32 = False
     gpu = torch.cuda.get_device_properties(device)
     shared_bytes: int = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in the annotations
-    if shared_bytes < _SHARED_BYTES:
+    if shared_bytes < _MIN_SHARED_BYTES:
         raise ConfigError(
-            f"model.exactness: expected a GPU with {_SHARED_BYTES} bytes of shared memory per block for exact, got "
+            f"model.exactness: expected a GPU with {_MIN_SHARED_BYTES} bytes of shared memory per block for exact, got "
             f'{gpu.name} with {shared_bytes}; model.exactness = "fast" serves the model there'
         )
 
@@ -58,8 +58,8 @@ def row_functions() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _mean(input: torch.Tensor, dim: Any = None, keepdim: bool = False, **options: Any) -> torch.Tensor:
-    is_of_rows = dim in (-1, input.dim() - 1, [-1], (-1,)) and input.dim() > 0
-    if not is_of_rows or options or input.dtype not in DTYPES:
+    reduces_rows = dim in (-1, input.dim() - 1, [-1], (-1,)) and input.dim() > 0
+    if not reduces_rows or options or input.dtype not in DTYPES:
         return torch.mean(input, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), **options)
     means = row_mean(input)
     return means if keepdim else means.squeeze(-1)

@@ -40,16 +40,19 @@ def fingerprint_model(module: PreTrainedModel, weights: str, *, is_exact: bool) 
     start_s, num_bytes = time.perf_counter(), 0
     config = {key: value for key, value in module.config.to_dict().items() if key not in _WITHOUT_EFFECT}
     digest = xxh3_128(json.dumps([weights, is_exact, config], sort_keys=True, default=str).encode())
-    stored = {f"{name}.weight": weight for name, part in module.named_modules() if (weight := stored_weight(part))}
+    quantized_weights = {f"{name}.weight": stored_weight(part) for name, part in module.named_modules()}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        quantized = stored.get(name)
-        for each in (tensor,) if quantized is None else (quantized.codes, quantized.scales, quantized.minima):
+        hashed: tuple[torch.Tensor | None, ...] = (tensor,)
+        quantized = quantized_weights.get(name)
+        if quantized is not None:
+            hashed = (quantized.codes, quantized.scales, quantized.minima)
+        for each in hashed:
             if each is None:
                 continue
             digest.update(json.dumps([name, list(each.shape), str(each.dtype)]).encode())
-            data = each.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-            digest.update(data.data)
-            num_bytes += data.nbytes
+            bytes_of_tensor = each.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+            digest.update(bytes_of_tensor.data)
+            num_bytes += bytes_of_tensor.nbytes
     took_s = time.perf_counter() - start_s
     _log.info("read %.1f MB of weights for the model's fingerprint in %.2f s", num_bytes / 1e6, took_s)
     return digest.hexdigest()

@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CHUNK = 2**20  # number of elements that are dequantized at once: 4 MiB in float32
+_FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CHUNK_ELEMENTS = 2**20  # elements that are dequantized at once: 4 MiB in float32
 
 
 def load_gguf_weights(
@@ -64,31 +64,33 @@ def load_gguf_weights(
     with _EmptyWithoutData(), no_init_weights():
         module = model_class._from_config(config, attn_implementation=attention, dtype=dtype).eval()
     shapes = {name: tuple(weight.shape) for name, weight in module.state_dict().items()}
-    names = _gguf_names(file, shapes, config)
-    _require_same_names(file, names)
-    for name, gguf_name in names.items():
+    gguf_names = _gguf_names(file, shapes, config)
+    _require_same_names(file, gguf_names)
+    for name, gguf_name in gguf_names.items():
         shape = file.tensors[gguf_name].shape
         if shape != shapes[name]:
             raise ConfigError(f"{file.path}: expected {gguf_name} of the shape {shapes[name]}, got {shape}")
-    data = np.memmap(file.path, np.uint8, "r")
-    quantized_names = _quantized_names(module, file, names) if keeps_quantized else ()
-    weights = {
-        name: weight_without_data(shapes[name], dtype)
-        if name in quantized_names
-        else _weight(file, gguf_name, data, config, dtype)
-        for name, gguf_name in names.items()
-    }
+
+    file_bytes = np.memmap(file.path, np.uint8, "r")
+    quantized_names = _quantized_names(module, file, gguf_names) if keeps_quantized else ()
+    weights = {}
+    for name, gguf_name in gguf_names.items():
+        if name in quantized_names:
+            weights[name] = weight_without_data(shapes[name], dtype)
+        else:
+            weights[name] = _weight(file, gguf_name, file_bytes, config, dtype)
     module.load_state_dict(weights, strict=False, assign=True)
     module.tie_weights()
     if missing := [name for name, weight in module.named_parameters() if weight.is_meta]:
         raise ConfigError(f"{file.path}: the weights do not fit the metadata: there is no {missing[0]}")
     for name in quantized_names:
-        stored = _quantized_weight(file, names[name], data, config, dtype)
+        stored = _quantized_weight(file, gguf_names[name], file_bytes, config, dtype)
         part = module.get_submodule(name.removesuffix(".weight"))
         keep_stored_weight(part, stored)
         if config.tie_word_embeddings and part is module.get_input_embeddings():
             keep_stored_weight(module.get_output_embeddings(), stored)
-    sizes = ", ".join(f"{each / 1e6:.1f} MB in {kind}" for kind, each in file.num_bytes_by_type.items())
+
+    sizes = ", ".join(f"{num_bytes / 1e6:.1f} MB in {kind}" for kind, num_bytes in file.num_bytes_by_type.items())
     _log.info(
         "read a GGUF file with %s; %d weights stay quantized, and others are dequantized to %s",
         sizes,
@@ -114,63 +116,72 @@ class _EmptyWithoutData(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _quantized_names(module: nn.Module, file: GgufFile, names: dict[str, str]) -> list[str]:
+def _quantized_names(module: nn.Module, file: GgufFile, gguf_names: dict[str, str]) -> list[str]:
     """Return the names of the weights that stay quantized."""
     candidates = [f"{name}.weight" for name, part in module.named_modules() if can_keep_stored_weight(part)]
-    return [
-        name
-        for name in candidates
-        if name in names
-        and (tensor := file.tensors[names[name]]).type not in FLOAT_TYPES
-        and tensor.shape[1] % GROUP_FEATURES == 0
-    ]
+    quantized_names = []
+    for name in candidates:
+        if name in gguf_names:
+            tensor = file.tensors[gguf_names[name]]
+            if tensor.type not in FLOAT_TYPES and tensor.shape[1] % GROUP_FEATURES == 0:
+                quantized_names.append(name)
+    return quantized_names
 
 
-def _quantized_weight(file: GgufFile, name: str, data: _Bytes, config: Any, dtype: torch.dtype) -> QuantizedWeight:
+def _quantized_weight(
+    file: GgufFile, gguf_name: str, file_bytes: _Bytes, config: Any, dtype: torch.dtype
+) -> QuantizedWeight:
     """Return a weight in a format of radixkv's kernels, with its rows in the order of transformers."""
-    tensor = file.tensors[name]
-    num_groups = tensor.shape[1] // GROUP_FEATURES
-    rows = torch.from_numpy(np.array(data[tensor.offset : tensor.offset + tensor.num_bytes])).view(tensor.shape[0], -1)
+    tensor = file.tensors[gguf_name]
+    tensor_bytes = np.array(file_bytes[tensor.offset : tensor.offset + tensor.num_bytes])
+    rows = torch.from_numpy(tensor_bytes).view(tensor.shape[0], -1)
+    _, block_bytes = _block_size(tensor)
     quantized: QuantizedWeight | None = None
-    if tensor.type == "Q8_0":
-        blocks = rows.view(-1, num_groups, 34)
-        quantized = QuantizedWeight(
-            blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _halves(blocks), None, dtype
-        )
-    elif tensor.type == "Q4_0":
-        blocks = rows.view(-1, num_groups, 18)
-        scales = _halves(blocks)
+    if tensor.type == "Q8_0":  # a block is a scale and codes
+        blocks = rows.view(len(rows), -1, block_bytes)
+        codes = blocks[..., 2:].contiguous().view(torch.int8)
+        quantized = QuantizedWeight(codes.flatten(1), _leading_float16(blocks), None, dtype)
+    elif tensor.type == "Q4_0":  # a block is a scale and codes, of which code 8 means zero
+        blocks = rows.view(len(rows), -1, block_bytes)
+        scales = _leading_float16(blocks)
         quantized = QuantizedWeight(_nibbles(blocks[..., 2:]).flatten(1), scales, -8 * scales, dtype)
-    elif tensor.type == "Q4_1":
-        blocks = rows.view(-1, num_groups, 20)
-        quantized = QuantizedWeight(
-            _nibbles(blocks[..., 4:]).flatten(1), _halves(blocks), _halves(blocks[..., 2:]), dtype
-        )
+    elif tensor.type == "Q4_1":  # a block is a scale, a minimum, and codes
+        blocks = rows.view(len(rows), -1, block_bytes)
+        scales, minima = _leading_float16(blocks), _leading_float16(blocks[..., 2:])
+        quantized = QuantizedWeight(_nibbles(blocks[..., 4:]).flatten(1), scales, minima, dtype)
     elif tensor.type == "Q4_K":
         quantized = _from_q4_k(rows, dtype)
     if quantized is None or not quantized.is_finite:
-        quantized = QuantizedWeight.quantize(_values(tensor, data, torch.float32), 8, dtype)
-    order = _row_order(file, name, len(quantized), config)
+        quantized = QuantizedWeight.quantize(_values(tensor, file_bytes, torch.float32), 8, dtype)
+    order = _row_order(file, gguf_name, len(quantized), config)
     return quantized if order is None else quantized.rows(order)
 
 
 def _from_q4_k(rows: torch.Tensor, dtype: torch.dtype) -> QuantizedWeight:
-    """Read blocks of 256 elements: a scale and a minimum per block, their 6-bit factors per 32 elements, and codes."""
+    """Read blocks of 256 elements, 144 bytes each.
+
+    bytes of a block    [0, 2)    scale, float16
+                        [2, 4)    negated minimum, float16
+                        [4, 16)   6-bit factors of scale and minimum, one of each for 32 elements
+                        [16, 144) codes of 4 bits
+    """
     blocks = rows.view(len(rows), -1, 144)
-    packed = blocks[..., 4:16].int()
-    lower, upper, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    scales = torch.cat((lower & 63, (high & 15) | (lower >> 6) << 4), -1)
-    minima = torch.cat((upper & 63, (high >> 4) | (upper >> 6) << 4), -1)
+    # Factors of the first four groups are the lower 6 bits of 4 bytes for scales, and of 4 bytes for minima. Those of
+    # the last four groups have their lower 4 bits in the last 4 bytes, and their upper 2 bits in the first 8.
+    factor_bytes = blocks[..., 4:16].int()
+    for_scales, for_minima, for_both = factor_bytes[..., :4], factor_bytes[..., 4:8], factor_bytes[..., 8:]
+    scale_factors = torch.cat((for_scales & 63, (for_both & 15) | (for_scales >> 6) << 4), -1)
+    minimum_factors = torch.cat((for_minima & 63, (for_both >> 4) | (for_minima >> 6) << 4), -1)
     codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
     return QuantizedWeight(
         codes.flatten(1),
-        (_halves(blocks).float()[..., None] * scales).half().flatten(1),
-        (-_halves(blocks[..., 2:]).float()[..., None] * minima).half().flatten(1),
+        (_leading_float16(blocks).float()[..., None] * scale_factors).half().flatten(1),
+        (-_leading_float16(blocks[..., 2:]).float()[..., None] * minimum_factors).half().flatten(1),
         dtype,
     )
 
 
-def _halves(blocks: torch.Tensor) -> torch.Tensor:
+def _leading_float16(blocks: torch.Tensor) -> torch.Tensor:
     """Return the float16 number at the beginning of each block."""
     return blocks[..., :2].contiguous().view(torch.float16)[..., 0]
 
@@ -184,7 +195,7 @@ def _gguf_names(file: GgufFile, names_of_model: Iterable[str], config: Any) -> d
     """Return the names in the file by those of transformers, for all weights that a file has."""
     import gguf
 
-    architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    architectures = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
     name_map = gguf.get_tensor_name_map(architectures[file.architecture], config.num_hidden_layers)
     names = {}
     for name in names_of_model:
@@ -195,70 +206,76 @@ def _gguf_names(file: GgufFile, names_of_model: Iterable[str], config: Any) -> d
     return names
 
 
-def _require_same_names(file: GgufFile, names: dict[str, str]) -> None:
+def _require_same_names(file: GgufFile, gguf_names: dict[str, str]) -> None:
     """Refuse a file whose tensors are not exactly those of the model."""
-    expected = set(names.values())
+    expected_names = set(gguf_names.values())
     names_in_file = set(file.tensors) - set(ROPE_TENSORS)
-    for what, tensors in (
-        ("without {} of them", expected - names_in_file),
-        ("with {} others", names_in_file - expected),
+    for problem, wrong_names in (
+        ("without {} of them", expected_names - names_in_file),
+        ("with {} others", names_in_file - expected_names),
     ):
-        if tensors:
-            few = ", ".join(sorted(tensors)[:3])
+        if wrong_names:
+            examples = ", ".join(sorted(wrong_names)[:3])
             raise ConfigError(
                 f"{file.path}: expected the tensors of a {file.architecture} model, got a file "
-                f"{what.format(len(tensors))}, such as {few}"
+                f"{problem.format(len(wrong_names))}, such as {examples}"
             )
 
 
-def _weight(file: GgufFile, name: str, data: _Bytes, config: Any, dtype: torch.dtype) -> torch.Tensor:
+def _weight(file: GgufFile, gguf_name: str, file_bytes: _Bytes, config: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return a weight in the form that transformers uses."""
-    tensor = file.tensors[name]
-    if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
+    tensor = file.tensors[gguf_name]
+    if file.architecture.startswith("gemma") and gguf_name.endswith("norm.weight"):
         # The file contains 1 + weight. The 1 must be subtracted before rounding.
-        return (_values(tensor, data, torch.float32) - 1).to(dtype)
-    weight = _values(tensor, data, dtype)
-    order = _row_order(file, name, len(weight), config)
+        return (_values(tensor, file_bytes, torch.float32) - 1).to(dtype)
+    weight = _values(tensor, file_bytes, dtype)
+    order = _row_order(file, gguf_name, len(weight), config)
     return weight if order is None else weight[order]
 
 
-def _row_order(file: GgufFile, name: str, num_rows: int, config: Any) -> torch.Tensor | None:
-    """Return the rows of a tensor in the order of transformers; None if they are in that order.
+def _row_order(file: GgufFile, gguf_name: str, num_rows: int, config: Any) -> torch.Tensor | None:
+    """Return the indices of a tensor's rows in the order of transformers; None if the rows are in that order.
 
     The RoPE of transformers pairs elements of the two halves of a head, and that of llama.cpp adjacent elements.
     """
     if file.architecture != "llama":
         return None
-    if ".attn_q." in name:
+    if ".attn_q." in gguf_name:
         num_heads = config.num_attention_heads
-    elif ".attn_k." in name:
+    elif ".attn_k." in gguf_name:
         num_heads = config.num_key_value_heads
     else:
         return None
     return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
 
 
-def _values(tensor: GgufTensor, data: _Bytes, dtype: torch.dtype) -> torch.Tensor:
+def _block_size(tensor: GgufTensor) -> tuple[int, int]:
+    """Return the elements and the bytes of each block of a tensor."""
+    sizes = {name: (block_elements, block_bytes) for name, block_elements, block_bytes in TENSOR_TYPES.values()}
+    return sizes[tensor.type]
+
+
+def _values(tensor: GgufTensor, file_bytes: _Bytes, dtype: torch.dtype) -> torch.Tensor:
     """Return the elements of a tensor in `dtype`."""
     values = torch.empty(tensor.shape, dtype=dtype)
     flat, end = values.view(-1), 0
-    for piece in _pieces(tensor, data):
-        flat[end : end + piece.numel()] = piece
-        end += piece.numel()
+    for chunk in _chunks(tensor, file_bytes):
+        flat[end : end + chunk.numel()] = chunk
+        end += chunk.numel()
     return values
 
 
-def _pieces(tensor: GgufTensor, data: _Bytes) -> Iterator[torch.Tensor]:
-    """Iterate over the elements of a tensor, in whole blocks."""
-    per_block, block_bytes = next(each[1:] for each in TENSOR_TYPES.values() if each[0] == tensor.type)
-    blocks = data[tensor.offset : tensor.offset + tensor.num_bytes].reshape(-1, block_bytes)
-    step = max(1, _CHUNK // per_block)
-    for start in range(0, len(blocks), step):
-        piece = blocks[start : start + step]
+def _chunks(tensor: GgufTensor, file_bytes: _Bytes) -> Iterator[torch.Tensor]:
+    """Iterate over the elements of a tensor, in chunks of whole blocks."""
+    block_elements, block_bytes = _block_size(tensor)
+    blocks = file_bytes[tensor.offset : tensor.offset + tensor.num_bytes].reshape(-1, block_bytes)
+    chunk_blocks = max(1, _CHUNK_ELEMENTS // block_elements)
+    for start in range(0, len(blocks), chunk_blocks):
+        chunk = blocks[start : start + chunk_blocks]
         if tensor.type in FLOAT_TYPES:
-            yield torch.from_numpy(np.array(piece)).view(-1).view(_FLOATS[tensor.type])
+            yield torch.from_numpy(np.array(chunk)).view(-1).view(_FLOAT_DTYPES[tensor.type])
         else:
-            yield torch.from_numpy(_dequantize(piece, tensor.type)).view(-1)
+            yield torch.from_numpy(_dequantize(chunk, tensor.type)).view(-1)
 
 
 def _dequantize(blocks: _Bytes, kind: str) -> np.ndarray[Any, Any]:

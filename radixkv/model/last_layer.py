@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 _TRIAL_TOKENS = 24
 
-# Tolerance of logits in fast mode, relative to the largest one: matmuls with another row count round differently.
+# Tolerance of logits in fast mode, relative to the largest logit: matmuls with another row count round differently.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -35,7 +35,7 @@ class LastLayerRows(NamedTuple):
     """The rows of a forward pass whose logits are needed; the last layer computes only these.
 
     Attributes:
-        rows: int64 `[n]`, at least one.
+        rows: int64 `[n]`, the indices of the rows, at least one.
         write: stores K and V of all tokens in a layer; see `PagedStep.write`.
         read: attends from the queries of these rows; see `PagedStep.read`.
     """
@@ -56,7 +56,8 @@ class LastLayer:
     def __init__(self, module: nn.Module, running: RunningPass) -> None:
         self._name = type(module).__name__
         self._running = running
-        self._inputs: tuple[LastLayerRows, torch.Tensor, int] | None = None  # inside `shortened`
+        # Inside `shortened`: the rows to compute, their indices with padding, and `num_tokens`.
+        self._selection: tuple[LastLayerRows, torch.Tensor, int] | None = None
         self._layer = _last_layer(module)
 
     @contextlib.contextmanager
@@ -73,30 +74,31 @@ class LastLayer:
         """
         if self._layer is None:
             raise UnsupportedModel(f"{self._name}: expected layers in a list, the last one with attention, got none")
-        rows = torch.cat((last_rows.rows, last_rows.rows[-1:].expand(num_rows - len(last_rows.rows))))
-        self._inputs = last_rows, rows, num_tokens
+        padding = last_rows.rows[-1:].expand(num_rows - len(last_rows.rows))
+        self._selection = last_rows, torch.cat((last_rows.rows, padding)), num_tokens
         hook = self._layer.register_forward_pre_hook(self._shorten, with_kwargs=True)
         try:
             yield
         finally:
             hook.remove()
-            self._inputs = None
+            self._selection = None
 
     def _shorten(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Write K and V of all tokens, and return the layer's arguments for the rows of `last_rows`. A PyTorch hook."""
-        assert self._inputs is not None, "inside `shortened`"
-        last_rows, rows, num_tokens = self._inputs
+        assert self._selection is not None, "inside `shortened`"
+        last_rows, padded_rows, num_tokens = self._selection
         with contextlib.suppress(_KVWritten):
-            layer.forward(*args, **self._with_step(kwargs, PaddedStep(_WritingStep(last_rows), num_tokens)))
+            layer.forward(*args, **self._switch_step(kwargs, PaddedStep(_WritingStep(last_rows), num_tokens)))
             raise UnsupportedModel(f"{type(layer).__name__}: expected the last layer to attend, got none that does")
-        all_rows = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)).shape[1]
-        kwargs = self._with_step(kwargs, PaddedStep(_ReadingStep(last_rows), len(last_rows.rows)))
-        return _select_rows(args, rows, all_rows), _select_rows(kwargs, rows, all_rows)
+        hidden_states = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        num_all_rows = hidden_states.shape[1]
+        kwargs = self._switch_step(kwargs, PaddedStep(_ReadingStep(last_rows), len(last_rows.rows)))
+        return _select_rows(args, padded_rows, num_all_rows), _select_rows(kwargs, padded_rows, num_all_rows)
 
-    def _with_step(self, kwargs: dict[str, Any], step: PaddedStep) -> dict[str, Any]:
-        """Return the arguments with another step, and set it for layers that do not get it as an argument."""
+    def _switch_step(self, kwargs: dict[str, Any], step: PaddedStep) -> dict[str, Any]:
+        """Set another step for layers that do not get it as an argument, and return the arguments with this step."""
         self._running.step = step
         return {**kwargs, "radix_step": step} if "radix_step" in kwargs else kwargs
 
@@ -152,9 +154,9 @@ class _ReadingStep(NamedTuple):
 
 def _last_layer(module: nn.Module) -> nn.Module | None:
     """Return the layer with the attention of the highest index; None unless it ends exactly one list of layers."""
-    last = max(map(_index_of, module.modules()))
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == last + 1]
-    candidates = [layers[-1] for layers in lists if last in map(_index_of, layers[-1].modules())]
+    last_index = max(map(_index_of, module.modules()))
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == last_index + 1]
+    candidates = [layers[-1] for layers in lists if last_index in map(_index_of, layers[-1].modules())]
     return candidates[0] if len(candidates) == 1 else None
 
 
@@ -176,10 +178,10 @@ def _select_rows(value: Any, rows: torch.Tensor, num_rows: int) -> Any:
 
 
 class _EchoStep:
-    """A step without a pool, for trials: its attention output is the query, cut or padded to the size of a value."""
+    """A step without a pool, for trials: it returns each query, cut or padded to the size of a value."""
 
     def __init__(self) -> None:
-        self._widths: dict[int, int] = {}
+        self._widths: dict[int, int] = {}  # elements of a head's value, by layer
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.write(call.layer, call.key, call.value)

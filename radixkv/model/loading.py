@@ -48,7 +48,7 @@ def load_model(config: ModelConfig, report: Report = report_nothing) -> Model:
     device = _resolve_device(config.device)
     if config.weights != "auto":
         _check_weights_format(config.weights, device)
-    model = _make_tiny(config, device, report) if config.path == "tiny" else _load(config, device, report)
+    model = _make_tiny(config, device, report) if config.path == "tiny" else _load_from_files(config, device, report)
     _log.info(
         "loaded %s in %.1f s: %s with %.1f million parameters in %s on %s",
         model.name,
@@ -59,7 +59,8 @@ def load_model(config: ModelConfig, report: Report = report_nothing) -> Model:
         device,
     )
     if device.type == "cpu" and model.module.dtype == torch.float16:
-        # 512 tokens of a 0.5B shape on a Xeon with AMX: 1.28 s in float16, 1.22 in float32, 0.25 in bfloat16.
+        # A prefill of 512 tokens by a 0.5B model on a Xeon with AMX took 1.28 s in float16, 1.22 s in float32, and
+        # 0.25 s in bfloat16.
         _log.warning("float16 may take as long as float32 on a CPU: model.dtype=bfloat16 may be several times faster")
     return model
 
@@ -67,18 +68,18 @@ def load_model(config: ModelConfig, report: Report = report_nothing) -> Model:
 def _make_tiny(config: ModelConfig, device: torch.device, report: Report) -> Model:
     if config.longrope == "long":
         raise ConfigError(_NO_LONGROPE.format("the embedded model"))
-    module = build_tiny_model(ATTENTION_NAME).to(_dtype(config) or torch.float32)
-    return _model("tiny", module, device, config, report)
+    module = build_tiny_model(ATTENTION_NAME).to(_configured_dtype(config) or torch.float32)
+    return _build_model("tiny", module, device, config, report)
 
 
-def _load(config: ModelConfig, device: torch.device, report: Report) -> Model:
+def _load_from_files(config: ModelConfig, device: torch.device, report: Report) -> Model:
     check_servable(config.path)
     location = locate(config.path)
     directory = location.directory()
     try:
         report("reading the weights")
         module = _load_module(location, directory, config, device)
-        model = _model(location.name, module, device, config, report, directory)
+        model = _build_model(location.name, module, device, config, report, directory)
         _warn_of_files(directory, model)
         return model
     except RadixKVError:
@@ -87,7 +88,7 @@ def _load(config: ModelConfig, device: torch.device, report: Report) -> Model:
         raise ConfigError(f"model.path: {location.path} can't be loaded: {reason_of(error)}") from error
 
 
-def _model(
+def _build_model(
     name: str,
     module: PreTrainedModel,
     device: torch.device,
@@ -101,7 +102,9 @@ def _model(
         device,
         is_exact=config.exactness == "exact",
         weights=config.weights,
-        max_adapters=2 * config.max_adapters,  # the same number of further adapters may drain
+        # `config.max_adapters` adapters may have names. As many others may drain: they were unloaded, but requests
+        # still use them.
+        max_adapters=2 * config.max_adapters,
         adapter_bytes=config.adapter_bytes,
         directory=directory,
         report=report,
@@ -118,28 +121,29 @@ def _load_module(
         raise UnsupportedModel(f"model_type {hf_config.model_type}: expected a causal language model")
     check_architecture(model_class, hf_config, device)
     if config.longrope == "long":
-        text = hf_config.get_text_config()
-        # This changes the tables of `text` in place.
-        has_longrope = use_long_factors({"rope_parameters": getattr(text, "rope_parameters", None)})
+        text_config = hf_config.get_text_config()
+        # This changes the tables of `text_config` in place.
+        has_longrope = use_long_factors({"rope_parameters": getattr(text_config, "rope_parameters", None)})
         if not has_longrope:
             raise ConfigError(_NO_LONGROPE.format(directory))
     if location.is_gguf:
         file = GgufFile.read(location.path)
-        dtype = _dtype(config) or getattr(torch, file.dtype)
-        # Otherwise the weights are dequantized here. With another `model.weights` they are then quantized again.
+        dtype = _configured_dtype(config) or getattr(torch, file.dtype)
+        # If this is false, the weights are dequantized here. If another `model.weights` is the reason, they are then
+        # quantized again, to that format.
         keeps_quantized = config.weights == "auto" and device.type == "cpu" and native_library() is not None
         return load_gguf_weights(file, model_class, hf_config, dtype, ATTENTION_NAME, keeps_quantized=keeps_quantized)
     module, info = AutoModelForCausalLM.from_pretrained(
         directory,
         config=hf_config,
         attn_implementation=ATTENTION_NAME,
-        dtype=_dtype(config) or "auto",
+        dtype=_configured_dtype(config) or "auto",
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
     )
-    if wrong := misfits(info):
-        raise ConfigError(f"model.path: the weights in {directory} do not fit its config.json: {wrong}")
+    if description := misfits(info):
+        raise ConfigError(f"model.path: the weights in {directory} do not fit its config.json: {description}")
     return module
 
 
@@ -154,20 +158,21 @@ def _warn_of_files(directory: Path, model: Model) -> None:
             limit.explanation,
         )
     file = directory / "tokenizer_config.json"
-    length = read_object(file).get("model_max_length") if file.is_file() else None
-    if is_length(length) and limit.stated_tokens is not None and length != limit.stated_tokens:
+    tokenizer_length = read_object(file).get("model_max_length") if file.is_file() else None
+    if is_length(tokenizer_length) and limit.stated_tokens is not None and tokenizer_length != limit.stated_tokens:
+        advice = "Answers to longer prompts than the tokenizer states may be poor"
+        if tokenizer_length > limit.stated_tokens:
+            advice = "Longer ones require RoPE scaling (rope_parameters) in config.json, if the model was made for it"
         _log.warning(
             "tokenizer_config.json states a model_max_length of %d tokens, config.json %d: sequences of at most %d "
             "tokens are served. %s",
-            length,
+            tokenizer_length,
             limit.stated_tokens,
             limit.max_tokens,
-            "Longer ones require RoPE scaling (rope_parameters) in config.json, if the model was made for it"
-            if length > limit.stated_tokens
-            else "Answers to longer prompts than the tokenizer states may be poor",
+            advice,
         )
-    classes = read_object(directory / "config.json").get("auto_map")
-    if classes:
+    custom_classes = read_object(directory / "config.json").get("auto_map")
+    if custom_classes:
         _log.warning(
             "config.json names code of its own (auto_map) for the model_type %s: that code is not run, and the model "
             "is served as the %s of transformers. If the code computes something else, answers are wrong: compare some "
@@ -177,8 +182,8 @@ def _warn_of_files(directory: Path, model: Model) -> None:
         )
 
 
-def _dtype(config: ModelConfig) -> torch.dtype | None:
-    """The configured dtype; None for the checkpoint's own."""
+def _configured_dtype(config: ModelConfig) -> torch.dtype | None:
+    """Return the configured dtype; None for that of the checkpoint."""
     return None if config.dtype == "auto" else getattr(torch, config.dtype)
 
 

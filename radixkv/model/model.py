@@ -47,11 +47,12 @@ class Model:
         device: device to which the model is moved.
         is_exact: whether the model runs in exact mode.
         is_fused: True runs known parts as fused Triton kernels, and merges linear layers unless adapters may be loaded;
-            False does neither. None is True on a GPU; on a CPU, None packs linear layers and fuses known parts with
-            `FusedCpuLayers`.
+            False does neither. On a GPU, None means True; on a CPU, it packs linear layers and fuses known parts
+            with `FusedCpuLayers`.
         weights: `auto`, or on a CPU a quantized format; see `ModelConfig`.
-        max_adapters: adapters that may be loaded. 0 disables adapters, which allows a GEMM library to fuse SwiGLU.
-        adapter_bytes: bytes that adapters may take on the device.
+        max_adapters: maximum number of loaded adapters. 0 disables adapters, which allows a GEMM library to fuse
+            SwiGLU.
+        adapter_bytes: maximum bytes of adapters on the device; see `AdapterSet`.
         fingerprint: a fixed value for models of benchmarks, whose K/V is never stored; None to digest all weights.
         directory: directory whose files name the end-of-sequence tokens. Without it, or if they name none, the
             configurations of `module` determine these tokens.
@@ -65,10 +66,10 @@ class Model:
         kv_shape: K and V of one token.
         state_shape: the state that layers keep per sequence in addition to K and V; None if none does.
         attention_kinds: the kinds of attention of its layers, each kind once.
-        windows: for each layer with K and V, the tokens that a query sees, including its own; None for all.
+        windows: for each layer with K and V, the number of tokens that a query sees, including its own; None for all.
         vocab_size: token ids are below this.
         is_exact: whether a token's K, V and logits depend only on its prefix, bit for bit.
-        limit: the longest sequence, and why it is shorter than the model's files state.
+        limit: the longest sequence, and the reason if the model's files state a longer one.
         max_tokens: tokens of the longest sequence; None if the model's configuration does not state a limit.
         eos_token_ids: tokens of the vocabulary that end a generation.
         weights: the argument `weights`.
@@ -101,30 +102,36 @@ class Model:
             report("hashing the weights")
             fingerprint = fingerprint_model(module, weights, is_exact=is_exact)
         self.fingerprint = fingerprint
+
         self.module = module.to(device).eval().requires_grad_(False)
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         self.weights = weights
         self.adapted: AdaptedLayers[Any] | None = None
+
+        # The order matters: latent attention and short convolutions are replaced before linear layers are packed,
+        # adapters are hooked in afterwards, and parts are fused last.
         budget = TrialBudget(report=report)
         self.latent = LatentParts(module, is_exact=is_exact, budget=budget)
         short_convs = ShortConvs(module)
         self.state_shape: StateShape | None = short_convs.shape
         tuner = GemmTuner(is_exact=is_exact, weights=weights, budget=budget)
         is_packed = device.type == "cpu" and is_fused is None
+        library = None
         if is_packed:
             report("loading or compiling the C++ kernels")
-        library = native_library() if is_packed else None  # before GEMM backends are chosen
-        if is_packed:
+            library = native_library()  # before GEMM backends are chosen, since it adds one
             pack_linears(module, tuner, may_gate=not max_adapters)
         if max_adapters:
             backend = _low_rank_backend(device, is_exact=is_exact)
             self.adapted = AdaptedLayers(module, backend, max_adapters, adapter_bytes)
+        # Each of these functions returns a context manager that restores some parts of transformers; see `unfused`.
         self._originals: list[Callable[[], AbstractContextManager[None]]] = [
             self.latent.originals,
             short_convs.originals,
         ]
         self._pads_rows = is_exact
-        if is_fused if is_fused is not None else device.type == "cuda":
+        uses_triton = device.type == "cuda" if is_fused is None else is_fused
+        if uses_triton:
             if not max_adapters:
                 merge_linears(module)
             self._originals.append(fuse_layers(module, is_exact=is_exact))
@@ -133,9 +140,10 @@ class Model:
             fused_layers = FusedCpuLayers(module, is_exact=is_exact, library=library)
             self._originals.append(fused_layers.originals)
             self._pads_rows = is_exact and not fused_layers.is_invariant_for_one_row
-        self._mode: AbstractContextManager[object] = (
+        self._exact_mode: AbstractContextManager[object] = (
             make_exact(module, budget) if is_exact else contextlib.nullcontext()
         )
+
         self._hidden_states: torch.Tensor | None = None  # [1, num_tokens, hidden_size], during a forward pass
         self._running = RunningPass()
         for submodule in module.modules():
@@ -145,13 +153,14 @@ class Model:
             if isinstance(submodule, PreTrainedModel) and submodule is not module:
                 submodule.register_forward_hook(self._keep_hidden_states)
         self._last_layer = LastLayer(module, self._running)
+
         report("looking at the attention of each layer")
         config = module.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.limit = _limit(config)
         self.max_tokens = self.limit.max_tokens
-        ends = frozenset[int]() if directory is None else end_token_ids(directory, self.vocab_size)
-        self.eos_token_ids = ends or _eos_token_ids(module, self.vocab_size)
+        ids_in_files = frozenset[int]() if directory is None else end_token_ids(directory, self.vocab_size)
+        self.eos_token_ids = ids_in_files or _eos_token_ids(module, self.vocab_size)
         self.kv_shape, self._layer_kinds = probe_attention(
             type(module).__name__, self.forward, device, int(config.num_hidden_layers)
         )
@@ -197,7 +206,13 @@ class Model:
             input_ids, position_ids = pad(input_ids, padding), pad(position_ids, padding)
         if self.is_exact:
             step = PaddedStep(step, num_tokens)
-        with self._mode, self._with_adapters(adapters), self._running.with_step(step), contextlib.ExitStack() as stack:
+
+        with (
+            self._exact_mode,
+            self._with_adapters(adapters),
+            self._running.with_step(step),
+            contextlib.ExitStack() as stack,
+        ):
             if last_rows is not None:
                 num_rows = len(last_rows.rows)
                 if self._pads_rows:
@@ -210,6 +225,7 @@ class Model:
                 logits_to_keep=logit_rows if last_rows is None else torch.arange(len(logit_rows)),
                 radix_step=step,
             )
+
         if self._hidden_states is None:
             raise UnsupportedModel(
                 f"{type(self.module).__name__}: expected a base model that returns its last hidden states, got none"
@@ -228,12 +244,14 @@ class Model:
             shape: shape and format of K and V in the pools.
             block_size: tokens per block.
         """
-        dtype, is_exact = self.kv_shape.dtype, self.is_exact
         return tuple(
             AttentionUse(
-                tuple(dict.fromkeys(self._layer_kinds[layer] for layer in layers)),
-                *(dtype, shape.of(layers), block_size, self.device),
-                is_exact=is_exact,
+                kinds=tuple(dict.fromkeys(self._layer_kinds[layer] for layer in layers)),
+                dtype=self.kv_shape.dtype,
+                shape=shape.of(layers),
+                block_size=block_size,
+                device=self.device,
+                is_exact=self.is_exact,
             )
             for layers in shape.alike
         )

@@ -1,6 +1,6 @@
 """Imports modules that need Triton, when a model runs on a GPU. Only this module imports them.
 
-Triton takes a gigabyte, and is not available on every platform. A model on a CPU is served without it.
+Triton takes a gigabyte of disk space, and is not available on every platform. A model on a CPU is served without it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def flashinfer_candidate(use: AttentionUse) -> FlashInferKernels | None:
     from radixkv.model.attention.flashinfer_kernels import flashinfer_kernels
 
     gpu = torch.cuda.get_device_properties(use.device)
-    *_, last = attention_candidates(use).values()
-    return flashinfer_kernels(use, (gpu.major, gpu.minor), last)
+    *_, triton_for_any_shape = attention_candidates(use).values()
+    return flashinfer_kernels(use, (gpu.major, gpu.minor), triton_for_any_shape)
 
 
 def fuse_layers(module: nn.Module, *, is_exact: bool) -> Callable[[], AbstractContextManager[None]]:
@@ -102,7 +102,7 @@ def exact_kernels(device: torch.device) -> ExactKernels:
 
     require_exact_gpu(device)
 
-    def tiled(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+    def tiled_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
         return linear(rows, weight, bias, has_large_tiles=tiles == "both sizes")
 
-    return ExactKernels(tiled, try_tiles, row_functions())
+    return ExactKernels(tiled_linear, try_tiles, row_functions())

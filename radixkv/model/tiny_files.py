@@ -50,8 +50,8 @@ def merges() -> list[tuple[str, str]]:
 def write_tiny_files(directory: Path) -> None:
     """Write config.json, tokenizer.json and tokenizer_config.json, with the same bytes each time.
 
-    Ids 0 to 255 are the bytes of those values, 256 to 508 frequent pieces of English text, the last three special
-    tokens. The chat template is ChatML's.
+    Ids 0 to 255 are the bytes of those values, 256 to 508 frequent pieces of English text, and 509 to 511 the
+    special tokens. The chat template is ChatML's.
 
     Args:
         directory: an existing directory.
@@ -72,12 +72,13 @@ def write_tiny_files(directory: Path) -> None:
 
 
 def _tokenizer() -> dict[str, Any]:
-    """A byte-level BPE in the format of tokenizer.json."""
+    """Return a byte-level BPE in the format of tokenizer.json."""
     letters = _letters_of_bytes()
-    pairs = [[part.replace("_", letters[ord(" ")]) for part in pair] for pair in merges()]
+    space = letters[ord(" ")]
+    pairs = [[left.replace("_", space), right.replace("_", space)] for left, right in merges()]
     pieces = [*letters, *("".join(pair) for pair in pairs)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    special = [
+    special_tokens = [
         {
             "id": len(pieces) + index,
             "content": token,
@@ -93,7 +94,7 @@ def _tokenizer() -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": special,
+        "added_tokens": special_tokens,
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,
@@ -113,7 +114,7 @@ def _tokenizer() -> dict[str, Any]:
 
 
 def _letters_of_bytes() -> list[str]:
-    """The character that represents each byte in a byte-level vocabulary; printable bytes represent themselves."""
+    """Return the character that represents each byte in a byte-level vocabulary: printable bytes themselves."""
     printable = {*range(ord("!"), 127), *range(161, 173), *range(174, 256)}
-    spare = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+    unused_code_points = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(unused_code_points)) for byte in range(256)]

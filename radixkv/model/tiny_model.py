@@ -14,13 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from radixkv.errors import ConfigError
 from radixkv.model.tiny_files import CONFIG
 
-_NAME = "weights.safetensors"
+_WEIGHTS_FILE = "weights.safetensors"
 _DIGEST_SUFFIX = ".sha256"
 
 
 def shipped_weights() -> Traversable:
     """Return the file of weights in the package."""
-    return files("radixkv.model") / "tiny" / _NAME
+    return files("radixkv.model") / "tiny" / _WEIGHTS_FILE
 
 
 def load_weights(file: Traversable) -> dict[str, torch.Tensor]:
@@ -45,11 +45,11 @@ def load_weights(file: Traversable) -> dict[str, torch.Tensor]:
 
 def write_weights(module: PreTrainedModel, path: Path) -> None:
     """Write a model's weights in bfloat16, tied weights only once, and their digest to a second file."""
-    tied = set(module._tied_weights_keys or ()) if module.config.tie_word_embeddings else set()
+    tied_names = set(module._tied_weights_keys or ()) if module.config.tie_word_embeddings else set()
     tensors = {
         name: tensor.detach().to(torch.bfloat16).contiguous()
         for name, tensor in module.state_dict().items()
-        if name not in tied
+        if name not in tied_names
     }
     content = save(tensors, {"format": "pt"})
     path.write_bytes(content)
@@ -80,7 +80,7 @@ def build_tiny_model(attention: str) -> LlamaForCausalLM:
     config._attn_implementation = attention
     with torch.random.fork_rng(devices=[]):  # initialization must not change the caller's random state
         module = LlamaForCausalLM(config)
-    keys = module.load_state_dict(weights, strict=False)
-    assert not keys.unexpected_keys
-    assert set(keys.missing_keys) == set(module._tied_weights_keys), "expected all weights but tied ones"
+    unfit_keys = module.load_state_dict(weights, strict=False)
+    assert not unfit_keys.unexpected_keys
+    assert set(unfit_keys.missing_keys) == set(module._tied_weights_keys), "expected all weights but tied ones"
     return module

@@ -25,10 +25,12 @@ ARCHITECTURES = {
 }
 # RoPE factors that files store as tensors; they become a part of config.json.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_LONGROPE_TENSORS = {"rope_factors_long.weight", "rope_factors_short.weight"}
 # Tokens that end a turn, as in llama.cpp. The metadata of some files only names the token that ends a document.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>")
 _CONTROL = 3  # value in tokenizer.ggml.token_type
 
+# Entries of config.json by their keys in the metadata, which follow the architecture: `llama.context_length`.
 _KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -63,7 +65,7 @@ _OWN_KEYS = {
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "pooling_type": 0}
 # Gemma's largest models scale queries by hidden size / heads instead of the head size. Files do not contain the scale.
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-_MAX_LAYERS, _MAX_HEAD_DIM = 1000, 4096  # beyond any model; a damaged file may have more
+_MAX_LAYERS, _MAX_HEAD_DIM = 1000, 4096  # no known model reaches these numbers, but a damaged file may state more
 _GEMMA3_PERIOD = 6  # one layer of six has full attention
 # RoPE scaling of Llama 3.1 and later. Files contain only the resulting factors.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -87,15 +89,16 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
 
 def _end_token_ids(file: GgufFile) -> Iterator[int]:
     metadata = file.metadata
-    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    arrays = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
-    tokens, types = (each if isinstance(each, tuple) else () for each in arrays)
-    by_text = [
-        index
-        for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == _CONTROL and token in _TURN_ENDS
-    ]
-    yield from dict.fromkeys(each for each in (*named, *by_text) if isinstance(each, int))
+    named_ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, token_types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    ids_by_text: list[int] = []
+    if isinstance(tokens, tuple) and isinstance(token_types, tuple):
+        ids_by_text = [
+            token_id
+            for token_id, (token, token_type) in enumerate(zip(tokens, token_types, strict=False))
+            if token_type == _CONTROL and token in _TURN_ENDS
+        ]
+    yield from dict.fromkeys(token_id for token_id in (*named_ids, *ids_by_text) if isinstance(token_id, int))
 
 
 class _Metadata:
@@ -112,17 +115,20 @@ class _Metadata:
 
     def config(self) -> dict[str, Any]:
         self._require_known_keys()
+
         model_type, class_name = ARCHITECTURES[self._architecture]
         config: dict[str, Any] = {"architectures": [class_name], "model_type": model_type}
         config |= {name: self._positive(key) for key, name in _KEYS.items()}
         if config["num_hidden_layers"] > _MAX_LAYERS:
             raise self._unsupported("block_count", config["num_hidden_layers"], f"at most {_MAX_LAYERS}")
+
         num_heads = config["num_attention_heads"]
         head_dim = self._value("attention.key_length", int, config["hidden_size"] // num_heads)
         if not 0 < head_dim <= _MAX_HEAD_DIM:
             raise self._unsupported("attention.key_length", head_dim, f"1 to {_MAX_HEAD_DIM}")
         if (value_dim := self._value("attention.value_length", int, head_dim)) != head_dim:
             raise self._unsupported("attention.value_length", value_dim, f"{head_dim}, as for keys")
+
         embeddings = self._file.tensors.get("token_embd.weight")
         if embeddings is None or len(embeddings.shape) != 2:
             raise ConfigError(f"{self._file.path}: expected a matrix token_embd.weight, got none")
@@ -134,13 +140,15 @@ class _Metadata:
             "dtype": self._file.dtype,
             **generation_config(self._file),
         }
-        entries: Callable[[dict[str, Any]], dict[str, Any]] = getattr(self, f"_{self._architecture}", _no_entries)
-        config |= entries(config)
-        rotated = self._value("rope.dimension_count", int, head_dim)
+
+        # The method that is named like the architecture returns further entries.
+        own_entries: Callable[[dict[str, Any]], dict[str, Any]] = getattr(self, f"_{self._architecture}", _no_entries)
+        config |= own_entries(config)
+        rotary_dim = self._value("rope.dimension_count", int, head_dim)
         if self._architecture == "phi3":
-            config["partial_rotary_factor"] = rotated / head_dim
-        elif rotated != head_dim:
-            raise self._unsupported("rope.dimension_count", rotated, f"{head_dim}, the size of a head")
+            config["partial_rotary_factor"] = rotary_dim / head_dim
+        elif rotary_dim != head_dim:
+            raise self._unsupported("rope.dimension_count", rotary_dim, f"{head_dim}, the size of a head")
         config["rope_parameters"] = self._rope(config)
         return config
 
@@ -168,10 +176,10 @@ class _Metadata:
 
     def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
         is_largest = config["num_hidden_layers"] == _GEMMA_27B_LAYERS[self._architecture]
-        share = config["hidden_size"] // config["num_attention_heads"]
+        hidden_size_per_head = config["hidden_size"] // config["num_attention_heads"]
         return {
             "sliding_window": self._positive("attention.sliding_window"),
-            "query_pre_attn_scalar": share if is_largest else config["head_dim"],
+            "query_pre_attn_scalar": hidden_size_per_head if is_largest else config["head_dim"],
             "hidden_activation": "gelu_pytorch_tanh",
         }
 
@@ -189,7 +197,7 @@ class _Metadata:
         theta = self._value("rope.freq_base", float, 1_000_000.0 if is_gemma3 else 10_000.0)
         if theta <= 1:
             raise self._unsupported("rope.freq_base", theta, "more than 1")
-        rope = {"rope_theta": theta, **self._scaling(config, theta)}
+        rope = {"rope_theta": theta, **self._rope_scaling(config, theta)}
         if is_gemma3:
             local_theta = self._value("rope.freq_base_swa", float, 10_000.0)
             local = {"rope_type": "default", "rope_theta": local_theta}
@@ -198,12 +206,12 @@ class _Metadata:
             rope["partial_rotary_factor"] = config["partial_rotary_factor"]
         return rope
 
-    def _scaling(self, config: dict[str, Any], theta: float) -> dict[str, Any]:
-        factors = {name: self._numbers(name) for name in ROPE_TENSORS if name in self._file.tensors}
+    def _rope_scaling(self, config: dict[str, Any], theta: float) -> dict[str, Any]:
+        factors = {name: self._read_numbers(name) for name in ROPE_TENSORS if name in self._file.tensors}
         kind = self._value("rope.scaling.type", str, "none")
         factor = self._value("rope.scaling.factor", float, self._value("rope.scale_linear", float, 1.0))
         original = self._value("rope.scaling.original_context_length", int, None)
-        if len(factors) == 2 and "rope_freqs.weight" not in factors and self._architecture == "phi3":
+        if factors.keys() == _LONGROPE_TENSORS and self._architecture == "phi3":
             return self._longrope(config, factors)
         if "rope_freqs.weight" in factors and self._architecture == "llama" and kind == "none":
             return self._llama3(config, theta, factors["rope_freqs.weight"])
@@ -221,10 +229,12 @@ class _Metadata:
         raise self._unsupported("rope.scaling.type", kind, "none, linear, or yarn with its original_context_length")
 
     def _longrope(self, config: dict[str, Any], factors: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
-        original, most = config["original_max_position_embeddings"], config["max_position_embeddings"]
+        original, max_positions = config["original_max_position_embeddings"], config["max_position_embeddings"]
         if original <= 1:
             raise self._unsupported("rope.scaling.original_context_length", original, "more than 1")
-        expected = math.sqrt(1 + math.log(most / original) / math.log(original)) if most > original else 1.0
+        expected = 1.0  # the default of transformers, a factor of cosines and sines
+        if max_positions > original:
+            expected = math.sqrt(1 + math.log(max_positions / original) / math.log(original))
         scale = self._value("rope.scaling.attn_factor", float, expected)
         return {
             "rope_type": "longrope",
@@ -283,7 +293,8 @@ class _Metadata:
             raise ConfigError(f"{self._file.path}: {self._prefix}{key}: expected {kind.__name__}, got {value!r}")
         return value
 
-    def _numbers(self, name: str) -> tuple[float, ...]:
+    def _read_numbers(self, name: str) -> tuple[float, ...]:
+        """Read the data of a float32 tensor."""
         tensor = self._file.tensors[name]
         if tensor.type != "F32":
             raise self._unsupported(name, tensor.type, "F32")
@@ -300,9 +311,11 @@ def _no_entries(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(config: Mapping[str, Any], period: int) -> list[str]:
-    """Return the kinds of layers. The last layer of each period has full attention."""
-    kinds = ("sliding_attention", "full_attention")
-    return [kinds[(layer + 1) % period == 0] for layer in range(config["num_hidden_layers"])]
+    """Return the attention type of each layer: full attention in every `period`-th layer, otherwise sliding windows."""
+    return [
+        "full_attention" if (layer + 1) % period == 0 else "sliding_attention"
+        for layer in range(config["num_hidden_layers"])
+    ]
 
 
 def _llama3_factors(rope: Mapping[str, Any], theta: float, head_dim: int) -> list[float]:
@@ -310,7 +323,8 @@ def _llama3_factors(rope: Mapping[str, Any], theta: float, head_dim: int) -> lis
     low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
     factors = []
     for index in range(0, head_dim, 2):
-        turns = original / (2 * math.pi * theta ** (index / head_dim))
-        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+        # How often the angle of this frequency turns in full within the original context.
+        num_turns = original / (2 * math.pi * theta ** (index / head_dim))
+        smooth = min(1.0, max(0.0, (num_turns - low) / (high - low)))
         factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return factors

@@ -50,22 +50,24 @@ TENSOR_TYPES = {
 }
 # Types that are not quantized.
 FLOAT_TYPES = ("F32", "F16", "BF16")
-# Quantized types that take 4 bits in the memory of a CPU. Other quantized types take 8.
+# Quantized types whose weights take 4 bits each in the memory of a CPU. Weights of other quantized types take 8.
 FOUR_BIT_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 
+# Types of metadata by their number in a file: the codes of `struct` for scalars, then strings and arrays.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAGIC = b"GGUF"
+_LFS_START = b"version"  # of a text file that Git LFS leaves in place of a large file
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
-_AGAIN = "download the file again"
+_REMEDY = "download the file again"
 
 
 def has_magic(path: Path) -> bool:
     """Whether a file begins with the magic number of GGUF. False if it cannot be read."""
     try:
         with open(path, "rb") as file:
-            return file.read(4) == _MAGIC
+            return file.read(len(_MAGIC)) == _MAGIC
     except OSError:
         return False
 
@@ -114,7 +116,7 @@ class GgufFile:
         except OSError as error:
             raise ConfigError(f"model.path: expected a readable GGUF file, got {path}: {error.strerror}") from error
         except ValueError as error:  # an empty file can't be mapped
-            raise ConfigError(f"model.path: expected a GGUF file, got {path}, which is empty: {_AGAIN}") from error
+            raise ConfigError(f"model.path: expected a GGUF file, got {path}, which is empty: {_REMEDY}") from error
 
     @property
     def architecture(self) -> str:
@@ -123,7 +125,7 @@ class GgufFile:
 
     @property
     def num_bytes_by_type(self) -> dict[str, int]:
-        """Bytes of the tensors of each type, in descending order."""
+        """Bytes of the tensors of each type, the type with the most bytes first."""
         sizes: dict[str, int] = {}
         for each in self.tensors.values():
             sizes[each.type] = sizes.get(each.type, 0) + each.num_bytes
@@ -138,54 +140,59 @@ class GgufFile:
         return "float16" if types <= {"F32", "F16"} else "bfloat16"
 
 
-class _CutOff(Exception):
-    """The header continues after the end of the file, or a length in it is damaged."""
+class _DamagedHeader(Exception):
+    """The header continues after the end of the file, or contains an impossible length or type."""
 
 
 class _Reader:
+    """Reads a header. The methods that read something continue at `_position`, and move it."""
+
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
         self._data = data
         self._size = len(data)
-        self._at = 0
+        self._position = 0
 
     def read(self) -> GgufFile:
         num_tensors, num_keys = self._read_start()
         try:
-            metadata = {self._string(): self._value(self._number("I")) for _ in range(num_keys)}
-            self._require_whole(metadata)
-            entries = [self._entry() for _ in range(num_tensors)]
-        except _CutOff as error:
-            raise self._error(f"which ends or is damaged in its header: {_AGAIN}") from error
+            metadata = {}
+            for _ in range(num_keys):
+                key = self._read_string()
+                metadata[key] = self._read_value(self._read_number("I"))
+            self._require_language_model(metadata)
+            entries = [self._read_entry() for _ in range(num_tensors)]
+        except _DamagedHeader as error:
+            raise self._error(f"which ends or is damaged in its header: {_REMEDY}") from error
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
-            raise self._error(f"whose general.alignment is {alignment!r}: {_AGAIN}")
-        start = -(-self._at // alignment) * alignment
-        tensors = {name: self._tensor(name, shape, kind, start + offset) for name, shape, kind, offset in entries}
-        end = max((each.offset + each.num_bytes for each in tensors.values()), default=0)
-        if end > self._size:
-            raise self._error(f"which is cut off after {self._size} of {end} bytes: {_AGAIN}")
+            raise self._error(f"whose general.alignment is {alignment!r}: {_REMEDY}")
+        data_start = -(-self._position // alignment) * alignment
+        tensors = {name: self._tensor(name, shape, kind, data_start + offset) for name, shape, kind, offset in entries}
+        data_end = max((each.offset + each.num_bytes for each in tensors.values()), default=0)
+        if data_end > self._size:
+            raise self._error(f"which is cut off after {self._size} of {data_end} bytes: {_REMEDY}")
         return GgufFile(self._path, metadata, tensors)
 
     def _read_start(self) -> tuple[int, int]:
-        magic = self._data[:4]
+        magic = self._data[: len(_MAGIC)]
         if magic != _MAGIC:
-            what = f"which begins with {magic!r} instead of GGUF"
-            if self._data[:7] == b"version":
-                what += "; it seems to be a pointer of Git LFS: run git lfs pull"
-            raise self._error(what)
-        self._at = 4
+            problem = f"which begins with {magic!r} instead of GGUF"
+            if self._data[: len(_LFS_START)] == _LFS_START:
+                problem += "; it seems to be a pointer of Git LFS: run git lfs pull"
+            raise self._error(problem)
+        self._position = len(_MAGIC)
         try:
-            version, num_tensors, num_keys = self._number("I"), self._number("Q"), self._number("Q")
-        except _CutOff as error:
-            raise self._error(f"which ends in its header: {_AGAIN}") from error
+            version, num_tensors, num_keys = self._read_number("I"), self._read_number("Q"), self._read_number("Q")
+        except _DamagedHeader as error:
+            raise self._error(f"which ends in its header: {_REMEDY}") from error
         if version not in _VERSIONS:
             is_swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
-            what = "of a big-endian machine" if is_swapped else f"of version {version}"
-            raise self._error(f"{what}: expected version 2 or 3, little-endian; convert the model again")
+            problem = "of a big-endian machine" if is_swapped else f"of version {version}"
+            raise self._error(f"{problem}: expected version 2 or 3, little-endian; convert the model again")
         return num_tensors, num_keys
 
-    def _require_whole(self, metadata: dict[str, Any]) -> None:
+    def _require_language_model(self, metadata: dict[str, Any]) -> None:
         """Refuse files that are not a complete language model."""
         count, kind = metadata.get("split.count", 0), metadata.get("general.type", "model")
         if isinstance(count, int) and count > 1:
@@ -193,57 +200,58 @@ class _Reader:
         if kind != "model" or metadata.get("general.architecture") == "clip":
             raise self._error(f"which holds no language model but {kind if kind != 'model' else 'a vision encoder'}")
 
-    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, num_dimensions = self._string(), self._number("I")
+    def _read_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Return name, shape, number of the type, and offset of a tensor from the beginning of all data."""
+        name, num_dimensions = self._read_string(), self._read_number("I")
         if num_dimensions > _MAX_DIMENSIONS:
-            raise _CutOff
-        shape = tuple(self._number("Q") for _ in range(num_dimensions))
-        return name, shape[::-1], self._number("I"), self._number("Q")
+            raise _DamagedHeader
+        shape = tuple(self._read_number("Q") for _ in range(num_dimensions))
+        return name, shape[::-1], self._read_number("I"), self._read_number("Q")
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
         if kind not in TENSOR_TYPES:
-            known = ", ".join(each for each, *_ in TENSOR_TYPES.values())
-            raise self._error(f"whose tensor {name} has the type {kind}; supported are {known}")
+            supported = ", ".join(type_name for type_name, *_ in TENSOR_TYPES.values())
+            raise self._error(f"whose tensor {name} has the type {kind}; supported are {supported}")
         type_name, per_block, block_bytes = TENSOR_TYPES[kind]
         if shape and shape[-1] % per_block:
-            raise self._error(f"whose tensor {name} has rows of {shape[-1]} numbers, not of whole blocks: {_AGAIN}")
+            raise self._error(f"whose tensor {name} has rows of {shape[-1]} numbers, not of whole blocks: {_REMEDY}")
         return GgufTensor(shape, type_name, offset, prod(shape) // per_block * block_bytes)
 
-    def _value(self, kind: int, *, is_nested: bool = False) -> Any:
+    def _read_value(self, kind: int, *, is_nested: bool = False) -> Any:
         if kind in _SCALARS:
-            return self._number(_SCALARS[kind])
+            return self._read_number(_SCALARS[kind])
         if kind == _STRING:
-            return self._string()
+            return self._read_string()
         if kind != _ARRAY or is_nested:
-            raise _CutOff
-        kind, count = self._number("I"), self._number("Q")
-        if kind not in _SCALARS:
-            if count > self._size // 8:  # a length of 8 bytes each
-                raise _CutOff
-            return tuple(self._value(kind, is_nested=True) for _ in range(count))
-        form = f"<{count}{_SCALARS[kind]}"
-        if count > self._size or self._at + struct.calcsize(form) > self._size:
-            raise _CutOff
-        values = struct.unpack_from(form, self._data, self._at)
-        self._at += struct.calcsize(form)
+            raise _DamagedHeader
+        element_kind, count = self._read_number("I"), self._read_number("Q")
+        if element_kind not in _SCALARS:
+            if count > self._size // 8:  # each string begins with its length, in 8 bytes
+                raise _DamagedHeader
+            return tuple(self._read_value(element_kind, is_nested=True) for _ in range(count))
+        struct_format = f"<{count}{_SCALARS[element_kind]}"
+        if count > self._size or self._position + struct.calcsize(struct_format) > self._size:
+            raise _DamagedHeader
+        values = struct.unpack_from(struct_format, self._data, self._position)
+        self._position += struct.calcsize(struct_format)
         return values
 
-    def _number(self, form: str) -> Any:
-        form = f"<{form}"
-        end = self._at + struct.calcsize(form)
+    def _read_number(self, type_code: str) -> Any:
+        struct_format = f"<{type_code}"
+        end = self._position + struct.calcsize(struct_format)
         if end > self._size:
-            raise _CutOff
-        (value,) = struct.unpack_from(form, self._data, self._at)
-        self._at = end
+            raise _DamagedHeader
+        (value,) = struct.unpack_from(struct_format, self._data, self._position)
+        self._position = end
         return value
 
-    def _string(self) -> str:
-        length = self._number("Q")
-        if length > self._size - self._at:
-            raise _CutOff
-        text = self._data[self._at : self._at + length].decode("utf-8", "replace")
-        self._at += length
+    def _read_string(self) -> str:
+        length = self._read_number("Q")
+        if length > self._size - self._position:
+            raise _DamagedHeader
+        text = self._data[self._position : self._position + length].decode("utf-8", "replace")
+        self._position += length
         return text
 
-    def _error(self, what: str) -> ConfigError:
-        return ConfigError(f"model.path: expected a GGUF file of a language model, got {self._path}, {what}")
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError(f"model.path: expected a GGUF file of a language model, got {self._path}, {problem}")

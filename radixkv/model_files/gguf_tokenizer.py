@@ -1,7 +1,8 @@
 """Converts the tokenizer of a GGUF file to files that the package tokenizers and transformers read.
 
 A GGUF file contains a vocabulary and the name of a pre-tokenizer. transformers converts them as well, but without the
-rules that llama.cpp derives from the name: splitting of digits, vocabularies that need no merges, and BOS tokens.
+rules that llama.cpp derives from the name: whether digits are split, whether a word that is a token is used without
+merges, and whether a BOS token is added.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from radixkv.model_files.gguf_file import GgufFile
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # tokenizer.ggml.token_type
-_SPACE = "\u2581"  # in vocabularies of SentencePiece
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # values of tokenizer.ggml.token_type
+_SPACE = "\u2581"  # stands for a space in vocabularies of SentencePiece
 _REMEDY = "serve the model from a directory of Hugging Face"
 
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+# Parts of the regular expressions of words.
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+", rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
-_OTHERS_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SYMBOLS_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,11 @@ class _PreTokenizer:
     normalizes: bool = False
 
 
-_CL100K = _PreTokenizer(rf"{_ENGLISH}|{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}")
+_CL100K = _PreTokenizer(rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_SYMBOLS}")
 _LLAMA3 = _PreTokenizer(_CL100K.pattern, ignores_merges=True, adds_bos=True)
-_QWEN2 = _PreTokenizer(rf"{_ENGLISH}|{_WORDS}|\p{{N}}|{_OTHERS}", normalizes=True)
-_TEKKEN = _PreTokenizer(rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_OTHERS_WITH_SLASH}", ignores_merges=True, adds_bos=True)
-_O200K = _PreTokenizer(rf"{_CASED[0]}{_ENGLISH}?|{_CASED[1]}{_ENGLISH}?|\p{{N}}{{1,3}}|{_OTHERS_WITH_SLASH}")
+_QWEN2 = _PreTokenizer(rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_SYMBOLS}", normalizes=True)
+_TEKKEN = _PreTokenizer(rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_SYMBOLS_WITH_SLASH}", ignores_merges=True, adds_bos=True)
+_O200K = _PreTokenizer(rf"{_CASED[0]}{_CONTRACTIONS}?|{_CASED[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SYMBOLS_WITH_SLASH}")
 _PRE_TOKENIZERS = {
     **dict.fromkeys(("gpt-2", "gpt2"), _PreTokenizer()),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _PreTokenizer(splits_digits=True)),
@@ -84,7 +86,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
         raise ConfigError(f"{file.path}: tokenizer.ggml.model: expected gpt2 or llama, got {kind}: {_REMEDY}")
     try:
         vocabulary = _GgufVocabulary(file, values)
-        tokenizer = vocabulary.byte_level() if kind == "gpt2" else vocabulary.sentencepiece()
+        tokenizer = vocabulary.create_byte_level() if kind == "gpt2" else vocabulary.create_sentencepiece()
         vocabulary.add_tokens(tokenizer)
         text: str = tokenizer.to_str()
     except ConfigError:
@@ -110,6 +112,11 @@ def _templates(file: GgufFile) -> dict[str, bytes]:
 
 
 class _GgufVocabulary:
+    """The tokens of a file, and their types.
+
+    One of the methods that create a tokenizer must be called first: they may change `_tokens` and `_adds_bos`.
+    """
+
     def __init__(self, file: GgufFile, values: Mapping[str, Any]) -> None:
         self._file = file
         self._values = values
@@ -125,7 +132,7 @@ class _GgufVocabulary:
             )
         self._adds_bos = bool(values.get("add_bos_token", values["model"] == "llama"))
 
-    def byte_level(self) -> Tokenizer:
+    def create_byte_level(self) -> Tokenizer:
         """Create a byte-level BPE tokenizer."""
         from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -136,17 +143,17 @@ class _GgufVocabulary:
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rules.ignores_merges))
         if rules.normalizes:
             tokenizer.normalizer = normalizers.NFC()
-        parts: list[pre_tokenizers.PreTokenizer] = []
+        steps: list[pre_tokenizers.PreTokenizer] = []
         if rules.splits_digits:
-            parts.append(pre_tokenizers.Digits(individual_digits=True))
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
         if rules.pattern:
-            parts.append(pre_tokenizers.Split(Regex(rules.pattern), behavior="isolated"))
-        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rules.pattern))
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+            steps.append(pre_tokenizers.Split(Regex(rules.pattern), behavior="isolated"))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rules.pattern))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         tokenizer.decoder = decoders.ByteLevel()
         return tokenizer
 
-    def sentencepiece(self) -> Tokenizer:
+    def create_sentencepiece(self) -> Tokenizer:
         """Create a SentencePiece BPE tokenizer with byte fallback."""
         from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -157,14 +164,14 @@ class _GgufVocabulary:
         tokenizer = Tokenizer(
             models.BPE(vocab=vocab, merges=self._merges(vocab), unk_token=unknown, fuse_unk=True, byte_fallback=True)
         )
-        replaced = normalizers.Replace(" ", _SPACE)
-        decoded = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        replace_spaces = normalizers.Replace(" ", _SPACE)
+        decoder_steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         if self._values.get("add_space_prefix", True) and not self._is_gemma:
-            tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replaced])
-            decoded.append(decoders.Strip(" ", 1, 0))
+            tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace_spaces])
+            decoder_steps.append(decoders.Strip(" ", 1, 0))  # the prepended space
         else:
-            tokenizer.normalizer = replaced
-        tokenizer.decoder = decoders.Sequence(decoded)
+            tokenizer.normalizer = replace_spaces
+        tokenizer.decoder = decoders.Sequence(decoder_steps)
         return tokenizer
 
     def add_tokens(self, tokenizer: Tokenizer) -> None:
@@ -172,38 +179,40 @@ class _GgufVocabulary:
         from tokenizers import AddedToken
         from tokenizers.processors import TemplateProcessing
 
-        added = []
+        added_tokens = []
         for token, kind in zip(self._tokens, self._types, strict=True):
-            is_only_spaces = self._is_gemma and token and not token.strip(_SPACE)
-            if kind in (_CONTROL, _USER_DEFINED) and not is_only_spaces:
-                added.append(AddedToken(token, normalized=False, special=kind == _CONTROL))
-        size = tokenizer.get_vocab_size()
-        tokenizer.add_tokens(added)
-        if tokenizer.get_vocab_size() != size:
+            # Gemma's tokens of several spaces remain ordinary tokens of the BPE, whatever their type.
+            is_gemma_spaces = self._is_gemma and token and not token.strip(_SPACE)
+            if kind in (_CONTROL, _USER_DEFINED) and not is_gemma_spaces:
+                added_tokens.append(AddedToken(token, normalized=False, special=kind == _CONTROL))
+        vocab_size = tokenizer.get_vocab_size()
+        tokenizer.add_tokens(added_tokens)
+        if tokenizer.get_vocab_size() != vocab_size:
             raise ValueError("a special token is not in the vocabulary")
-        names = {"bos_token_id": self._adds_bos, "eos_token_id": bool(self._values.get("add_eos_token", False))}
-        bos, eos = (self._token(name) if is_added else None for name, is_added in names.items())
+
+        bos = self._token("bos_token_id") if self._adds_bos else None
+        eos = self._token("eos_token_id") if self._values.get("add_eos_token", False) else None
         if bos is not None or eos is not None:
-            before, after = ([f"{each}:0"] if each is not None else [] for each in (bos, eos))
-            special = [(each, tokenizer.token_to_id(each)) for each in (bos, eos) if each is not None]
-            single = [*before, "$A:0", *after]
+            # The templates of one text ($A) and of two texts; the numbers are token type ids.
+            single = [f"{each}:0" for each in (bos, "$A", eos) if each is not None]
             pair = [*single, *(f"{each}:1" for each in (bos, "$B", eos) if each is not None)]
-            tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=special)
+            special_tokens = [(each, tokenizer.token_to_id(each)) for each in (bos, eos) if each is not None]
+            tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=special_tokens)
 
     def settings(self) -> dict[str, Any]:
         """Return the entries of tokenizer_config.json."""
-        ids = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-        length = self._file.metadata.get(f"{self._file.architecture}.context_length")
+        gguf_names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+        context_length = self._file.metadata.get(f"{self._file.architecture}.context_length")
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            **{f"{name}_token": self._token(f"{key}_token_id") for name, key in ids.items()},
+            **{f"{name}_token": self._token(f"{gguf_name}_token_id") for name, gguf_name in gguf_names.items()},
             "clean_up_tokenization_spaces": False,
-            **({} if length is None else {"model_max_length": length}),
+            **({} if context_length is None else {"model_max_length": context_length}),
         }
 
     def _pre_tokenizer(self) -> _PreTokenizer:
         name = self._values.get("pre")
-        if name is None and self._file.architecture in ("qwen2", "qwen3"):  # files from before 2024
+        if name is None and self._file.architecture in ("qwen2", "qwen3"):  # files from before 2024 do not state it
             return _QWEN2
         if name not in _PRE_TOKENIZERS:
             raise ConfigError(

@@ -10,6 +10,7 @@ from pathlib import Path
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@({_PART}(?:/{_PART})*))?")
 _DEFAULT_REVISION = "main"
+_MAX_NAME_LENGTH = 200  # keeps the names of the cache's folders below the 255 bytes that file systems allow
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,12 @@ class HubName:
     def parse(cls, text: str) -> HubName | None:
         """Return the name in `ORG/NAME` or `ORG/NAME@REVISION`; None for other texts."""
         match = _NAME.fullmatch(text)
-        if match is None or ".." in text or len(text) > 200:
+        if match is None or ".." in text or len(text) > _MAX_NAME_LENGTH:
             return None
         return cls(match[1], match[2] or _DEFAULT_REVISION)
 
     @property
-    def download(self) -> str:
+    def download_command(self) -> str:
         """The command that downloads the model."""
         revision = "" if self.revision == _DEFAULT_REVISION else f" --revision {self.revision}"
         return f"hf download {self.repository}{revision}"
@@ -61,7 +62,7 @@ def hub_cache() -> Path:
     """
     environment = os.environ
     cache = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
-    if cache is None or not cache:
+    if not cache:
         base = environment.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
         home = environment.get("HF_HOME") or os.path.join(base, "huggingface")
         cache = os.path.join(home, "hub")

@@ -73,7 +73,7 @@ def locate(path: str | Path) -> ModelLocation:
         raise ConfigError(f"model.path: expected {_EXPECTED}, got {text}")
     raise ConfigError(
         f"model.path: expected {_EXPECTED}, got {text}: there is no such directory, and {hub_cache()} has no "
-        f"revision {name.revision} of such a model: to download it, {name.download}"
+        f"revision {name.revision} of such a model: to download it, {name.download_command}"
     )
 
 
@@ -107,23 +107,23 @@ def check_servable(path: str | Path) -> int:
     location = locate(path)
     if location.is_gguf:
         file = GgufFile.read(location.path)
-        _ = model_config(file)
+        model_config(file)  # for its checks
         require_package("model.path", "gguf", "gguf", "gguf")
         return sum(each.num_bytes for each in file.tensors.values())
     directory = location.path
     read_object(directory / "config.json")
     index = directory / INDEX
-    names = {"model.safetensors"}
+    weight_files = {"model.safetensors"}
     if index.is_file() and not (directory / "model.safetensors").is_file():
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ConfigError(f"{index}: weight_map: expected a table of file names, got {shown(weight_map)}")
-        names = {str(name) for name in weight_map.values()}
-    for name in sorted(names):
+        weight_files = {str(name) for name in weight_map.values()}
+    for name in sorted(weight_files):
         if not (directory / name).is_file():
-            remedy = "" if location.hub_name is None else f": to download it, {location.hub_name.download}"
+            remedy = "" if location.hub_name is None else f": to download it, {location.hub_name.download_command}"
             raise ConfigError(f"model.path: {path} has no {name}{remedy}")
-    return sum((directory / name).stat().st_size for name in names)
+    return sum((directory / name).stat().st_size for name in weight_files)
 
 
 def _locate_file(path: Path) -> ModelLocation:
@@ -134,8 +134,8 @@ def _locate_file(path: Path) -> ModelLocation:
 
 def _locate_in_directory(directory: Path) -> ModelLocation:
     if not (directory / "config.json").is_file():
-        files = _gguf_files(directory)
-        hint = f", which has GGUF files: name one of them, such as {files[0]}" if files else ""
+        gguf_files = _gguf_files(directory)
+        hint = f", which has GGUF files: name one of them, such as {gguf_files[0]}" if gguf_files else ""
         raise ConfigError(f"model.path: expected {_EXPECTED}, got {directory}{hint}")
     return ModelLocation(directory.resolve().name, directory)
 
@@ -143,16 +143,16 @@ def _locate_in_directory(directory: Path) -> ModelLocation:
 def _locate_in_snapshot(name: HubName, snapshot: Path) -> ModelLocation:
     if (snapshot / "config.json").is_file():
         return ModelLocation(name.repository, snapshot, name)
-    files = _gguf_files(snapshot)
-    if len(files) == 1:
-        return ModelLocation(name.repository, files[0], name)
-    if files:
+    gguf_files = _gguf_files(snapshot)
+    if len(gguf_files) == 1:
+        return ModelLocation(name.repository, gguf_files[0], name)
+    if gguf_files:
         raise ConfigError(
-            f"model.path: {name.repository} has {len(files)} GGUF files: name one of them, such as {files[0]}"
+            f"model.path: {name.repository} has {len(gguf_files)} GGUF files: name one of them, such as {gguf_files[0]}"
         )
     raise ConfigError(
         f"model.path: {name.repository} has neither a config.json nor a GGUF file in {snapshot}: to download it, "
-        f"{name.download}"
+        f"{name.download_command}"
     )
 
 

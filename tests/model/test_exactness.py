@@ -256,5 +256,5 @@ def test_fast_mode_leaves_torch_alone(tmp_path: Path) -> None:
         ModelConfig(path=str(write_checkpoint(CONFIGS["llama"], tmp_path)), device="cpu", exactness="fast")
     )
     assert not model.is_exact
-    assert not isinstance(model._mode, ExactFunctions)
+    assert not isinstance(model._exact_mode, ExactFunctions)
     check_model(model, TorchKernels(), 16)

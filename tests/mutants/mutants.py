@@ -690,7 +690,7 @@ KERNEL_MUTANTS = (
         "grouped[:, :, 1::2] | grouped[:, :, 0::2] << 4",
     ),
     Mutant("kernels/quantized_weight.py", "is_better = fitted_errors < errors", "is_better = errors < 0"),
-    Mutant("model/layers/gemm_tuner.py", 'elif name == "q4" and is_head:', 'elif name == "q2" and is_head:'),
+    Mutant("model/layers/gemm_tuner.py", 'weights_format == "q4" and is_head:', 'weights_format == "q2" and is_head:'),
     Mutant("model/gguf_weights.py", "quantized.rows(order)", "quantized"),
     Mutant("model/gguf_weights.py", "-8 * scales, dtype", "8 * scales, dtype"),
     Mutant("kernels/native/gemm.cpp", "(first_row + r) * matmul.out_features + f", "r * matmul.out_features + f"),

@@ -24,7 +24,7 @@ class AdapterWeights(Protocol):
     def invocation_token_ids(self) -> tuple[int, ...] | None:
         """The adapter applies from the last occurrence of these tokens on; None if it applies to all tokens."""
 
-    def own_from(self, tokens: bytes) -> int | None:
+    def applies_from(self, tokens: bytes) -> int | None:
         """Return the position from which the adapter applies to a prompt; None if the base model computes all of it."""
 
 

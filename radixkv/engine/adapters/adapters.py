@@ -167,7 +167,7 @@ class Adapters:
         weights = resolved.weights
         if weights is None:
             return KeyedPrompt(base, tokens)
-        start = weights.own_from(tokens)
+        start = weights.applies_from(tokens)
         if start is None:
             return KeyedPrompt(base, tokens)
         former = self._former(base, tokens, start, resolved)

@@ -1,4 +1,7 @@
-"""Adds the low-rank updates of a step's adapters to the outputs of a model's linear layers."""
+"""Adds the low-rank updates of a step's adapters to the outputs of a model's linear layers.
+
+A site is one matmul of the model, of a linear layer or of several merged ones. Sites are identified by their index.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from radixkv.model.adapters.adapter_set import AdapterRange, AdapterSet
 from radixkv.model.adapters.low_rank_matmuls import ColumnUpdate, Ranges
 from radixkv.model.layers.packed_linear import PackedLinear, PackedSlice
 
-P = TypeVar("P")
+P = TypeVar("P")  # an adapter that a backend has packed
 
 
 class LowRankBackend(Protocol[P]):
@@ -27,10 +30,10 @@ class LowRankBackend(Protocol[P]):
         ...
 
     def num_bytes(self, sites: Mapping[int, Sequence[ColumnUpdate]]) -> int:
-        """Bytes of an adapter after `pack`."""
+        """Return the bytes that an adapter takes after `pack`."""
         ...
 
-    def begin(self, groups: Sequence[tuple[Ranges, P]]) -> None:
+    def set_adapters(self, groups: Sequence[tuple[Ranges, P]]) -> None:
         """Set the adapters of the next forward pass, with the rows of each."""
         ...
 
@@ -62,10 +65,10 @@ class AdaptedLayers(Generic[P]):
     def __init__(self, module: PreTrainedModel, backend: LowRankBackend[P], max_adapters: int, max_bytes: int) -> None:
         self._backend = backend
         self.adapters: AdapterSet[P] = AdapterSet(
-            self._pack, max_adapters, max_bytes, lambda files: backend.num_bytes(self._sites(files))
+            self._pack, max_adapters, max_bytes, lambda files: backend.num_bytes(self._updates_by_site(files))
         )
         self._site_columns: dict[str, _SiteColumns] = {}
-        sites: dict[int, int] = {}  # by identity of the matmul
+        sites: dict[int, int] = {}  # by the `id` of the matmul
         parts = dict(module.named_modules())
         for name in adaptable_layers(module):
             part: Any = parts[name]
@@ -96,29 +99,31 @@ class AdaptedLayers(Generic[P]):
         Raises:
             UnknownAdapter: one of the adapters is not loaded.
         """
-        packed = self.adapters.need(each.digest for each in ranges)
-        rows: dict[str, list[tuple[int, int]]] = {}
+        packed = self.adapters.put_on_device(each.digest for each in ranges)
+        merged_ranges: dict[str, list[tuple[int, int]]] = {}  # by digest
         for digest, start, end in ranges:
-            known = rows.setdefault(digest, [])
-            if known and known[-1][1] == start:
-                start, _ = known.pop()
-            known.append((start, end))
-        self._backend.begin([(each, packed[digest]) for digest, each in rows.items()])
+            earlier_ranges = merged_ranges.setdefault(digest, [])
+            if earlier_ranges and earlier_ranges[-1][1] == start:
+                start, _ = earlier_ranges.pop()
+            earlier_ranges.append((start, end))
+        self._backend.set_adapters([(row_ranges, packed[digest]) for digest, row_ranges in merged_ranges.items()])
         try:
             yield
         finally:
-            self._backend.begin(())
+            self._backend.set_adapters(())
 
     def _pack(self, files: AdapterFiles) -> P:
-        return self._backend.pack(self._sites(files))
+        return self._backend.pack(self._updates_by_site(files))
 
-    def _sites(self, files: AdapterFiles) -> dict[int, list[ColumnUpdate]]:
+    def _updates_by_site(self, files: AdapterFiles) -> dict[int, list[ColumnUpdate]]:
         """Group the updates of an adapter by site, in the order of their columns."""
-        sites: dict[int, list[ColumnUpdate]] = {}
+        updates_by_site: dict[int, list[ColumnUpdate]] = {}
         for name, low_rank in files.layers.items():
             site, start, end = self._site_columns[name]
-            sites.setdefault(site, []).append(ColumnUpdate(start, end, low_rank))
-        return {site: sorted(updates, key=lambda update: update.start) for site, updates in sites.items()}
+            updates_by_site.setdefault(site, []).append(ColumnUpdate(start, end, low_rank))
+        for updates in updates_by_site.values():
+            updates.sort(key=lambda update: update.start)
+        return updates_by_site
 
 
 def _matmul_of(part: Any) -> tuple[Any, int, int]:
@@ -127,7 +132,9 @@ def _matmul_of(part: Any) -> tuple[Any, int, int]:
         return part.joined.matmul, part.start, part.end
     if isinstance(part, PackedLinear):
         return part.matmul, 0, part.out_features
-    return part, 0, part.weight.shape[0] if isinstance(part, nn.Linear) else part.weight.shape[1]
+    # The weight of the other class, `Conv1D`, is transposed.
+    out_features = part.weight.shape[0] if isinstance(part, nn.Linear) else part.weight.shape[1]
+    return part, 0, out_features
 
 
 def _forward_with_adapters(layer: Any, rows: torch.Tensor, *, add: Any) -> torch.Tensor:

@@ -15,10 +15,10 @@ from radixkv.config.regular_file import read_regular
 from radixkv.errors import InvalidAdapter
 from radixkv.invocation import MAX_INVOKED_VOCAB
 
-T = TypeVar("T")
+T = TypeVar("T")  # a rank, or an alpha
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
-_MAX_FILE_BYTES = 2**20
+_MAX_CONFIG_BYTES = 2**20
 
 # Fields about training or naming, which do not change outputs. The tensors show which layers are adapted.
 _WITHOUT_EFFECT = frozenset(
@@ -29,14 +29,14 @@ _WITHOUT_EFFECT = frozenset(
         *("eva_config", "loftq_config"),
     }
 )
-_READ = frozenset(
+_READ_FIELDS = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "alora_invocation_tokens"),
         *("bias", "init_lora_weights"),
     }
 )
 
-# Initializations of an adapter that leave the base model's weights unchanged. Others subtract from the weights.
+# Initializations of an adapter that leave the base model's weights unchanged. Others subtract the adapter from them.
 _PLAIN_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -62,13 +62,13 @@ class LoraFields:
 
     def rank_of(self, layer: str) -> int:
         """Return the rank of a layer, given its name."""
-        return _matching(self.ranks, layer, self.rank)
+        return _first_match(self.ranks, layer, self.rank)
 
     def scale_of(self, layer: str) -> float:
         """Return the scale of a layer, given its name."""
         rank = self.rank_of(layer)
         divisor = math.sqrt(rank) if self.is_rank_stabilized else rank
-        return _matching(self.alphas, layer, self.alpha) / divisor
+        return _first_match(self.alphas, layer, self.alpha) / divisor
 
 
 def read_config(directory: Path, vocab_size: int) -> LoraFields:
@@ -87,9 +87,10 @@ def read_config(directory: Path, vocab_size: int) -> LoraFields:
     _require(tree, "task_type", task is None or task == "CAUSAL_LM", "CAUSAL_LM")
     _require(tree, "bias", tree.get("bias", "none") == "none", "none")
     init = tree.get("init_lora_weights", True)
+    # `1 in (True, ...)` would be true, so only strings are compared by value.
     is_plain = any(init is each or (isinstance(each, str) and init == each) for each in _PLAIN_INITIALIZATIONS)
     _require(tree, "init_lora_weights", is_plain, "true, false, gaussian, eva or orthogonal")
-    for name in sorted(tree.keys() - _READ - _WITHOUT_EFFECT):
+    for name in sorted(tree.keys() - _READ_FIELDS - _WITHOUT_EFFECT):
         _require(tree, name, not tree[name], "none, since it is not supported")
     rslora = tree.get("use_rslora", False)
     _require(tree, "use_rslora", isinstance(rslora, bool), "true or false")
@@ -100,9 +101,9 @@ def read_config(directory: Path, vocab_size: int) -> LoraFields:
         rank=rank,
         alpha=float(alpha),
         is_rank_stabilized=rslora,
-        ranks=_patterns(tree, "rank_pattern", is_count=True),
-        alphas=_patterns(tree, "alpha_pattern", is_count=False),
-        invocation_token_ids=_invocation(tree, vocab_size),
+        ranks=_value_patterns(tree, "rank_pattern", is_count=True),
+        alphas=_value_patterns(tree, "alpha_pattern", is_count=False),
+        invocation_token_ids=_invocation_token_ids(tree, vocab_size),
     )
 
 
@@ -125,9 +126,9 @@ def missing_file(name: str) -> InvalidAdapter:
 def _read_tree(file: Path) -> dict[str, Any]:
     try:
         size = file.stat().st_size
-        if size > _MAX_FILE_BYTES:
-            raise InvalidAdapter(f"{CONFIG_FILE}: expected at most {_MAX_FILE_BYTES} bytes, got {size}")
-        tree = json.loads(read_regular(file, _MAX_FILE_BYTES).decode())
+        if size > _MAX_CONFIG_BYTES:
+            raise InvalidAdapter(f"{CONFIG_FILE}: expected at most {_MAX_CONFIG_BYTES} bytes, got {size}")
+        tree = json.loads(read_regular(file, _MAX_CONFIG_BYTES).decode())
     except FileNotFoundError:
         raise missing_file(CONFIG_FILE) from None
     except OSError as error:
@@ -160,7 +161,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _patterns(tree: Mapping[str, Any], name: str, *, is_count: bool) -> dict[str, Any]:
+def _value_patterns(tree: Mapping[str, Any], name: str, *, is_count: bool) -> dict[str, Any]:
     patterns = tree.get(name) or {}
     is_value = _is_count if is_count else _is_number
     holds = isinstance(patterns, dict) and all(map(is_value, patterns.values()))
@@ -173,13 +174,13 @@ def _patterns(tree: Mapping[str, Any], name: str, *, is_count: bool) -> dict[str
     return dict(patterns)
 
 
-def _matching(patterns: Mapping[str, T], layer: str, default: T) -> T:
-    """Find the value of the first pattern that matches the end of a layer's name, as peft does."""
+def _first_match(patterns: Mapping[str, T], layer: str, default: T) -> T:
+    """Return the value of the first pattern that matches the end of a layer's name, as peft does."""
     matching = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer))
     return next(matching, default)
 
 
-def _invocation(tree: Mapping[str, Any], vocab_size: int) -> tuple[int, ...] | None:
+def _invocation_token_ids(tree: Mapping[str, Any], vocab_size: int) -> tuple[int, ...] | None:
     tokens = tree.get("alora_invocation_tokens")
     if tokens is None:
         return None

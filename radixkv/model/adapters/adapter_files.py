@@ -41,11 +41,11 @@ def adaptable_layers(module: PreTrainedModel) -> dict[str, LayerShape]:
     part of the rows, the layers of `absorbed_layers`, and layers of classes derived from `nn.Linear`, such as PhiMoE's
     router, which returns several tensors.
     """
-    left_out = {id(module.get_output_embeddings()), *map(id, absorbed_layers(module))}
+    excluded_ids = {id(module.get_output_embeddings()), *map(id, absorbed_layers(module))}
     return {
         name: shape
         for name, part in module.named_modules()
-        if id(part) not in left_out and ".experts." not in name and (shape := _shape_of(part)) is not None
+        if id(part) not in excluded_ids and ".experts." not in name and (shape := _shape_of(part)) is not None
     }
 
 
@@ -117,10 +117,10 @@ class AdapterFiles:
     invocation_token_ids: tuple[int, ...] | None
     layers: Mapping[str, LowRank]
 
-    def own_from(self, tokens: bytes) -> int | None:
+    def applies_from(self, tokens: bytes) -> int | None:
         """Return the position from which the adapter applies to a prompt. Earlier tokens use the base model.
 
-        >>> AdapterFiles("", 8, 0, (7, 8), {}).own_from(np.array([7, 8, 1, 7, 8, 2], dtype="<u4").tobytes())
+        >>> AdapterFiles("", 8, 0, (7, 8), {}).applies_from(np.array([7, 8, 1, 7, 8, 2], dtype="<u4").tobytes())
         3
 
         Args:
@@ -142,13 +142,13 @@ class AdapterFiles:
 
 
 def read_adapter(path: str | Path, model: AdaptableModel, max_bytes: int | None = None) -> AdapterFiles:
-    """Read an adapter, and check it and matmuls of its shapes. May be called on any thread.
+    """Read an adapter, and check its files and matmuls of its shapes. May be called on any thread.
 
-    It takes as long as reading the files, and 50 ms for each shape that this process has not checked yet.
+    The call takes as long as reading the files, and 50 ms for each shape that this process has not checked yet.
 
     Args:
         path: directory of the adapter.
-        model: the model that it must fit.
+        model: the model that the adapter must fit.
         max_bytes: maximum size of adapter_model.safetensors; None for no limit.
 
     Raises:
@@ -159,15 +159,15 @@ def read_adapter(path: str | Path, model: AdaptableModel, max_bytes: int | None 
     config = read_config(directory, model.vocab_size)
     tensors = _read_tensors(directory, max_bytes)
     shapes = adaptable_layers(model.module)
-    pairs = _pairs(tensors)
+    pairs = _pair_matrices(tensors)
     if not pairs:
         raise InvalidAdapter(f"{TENSOR_FILE}: expected tensors of at least one layer, got none")
     layers = {}
     for layer, (down, up) in sorted(pairs.items()):
         if layer not in shapes:
-            raise InvalidAdapter(f"{TENSOR_FILE} {layer}: expected {_expected_layer(model, layer)}")
+            raise InvalidAdapter(f"{TENSOR_FILE} {layer}: expected {_expected_and_got(model, layer)}")
         _require_shapes(layer, shapes[layer], config.rank_of(layer), down, up)
-        layers[layer] = _low_rank(layer, down, up, config.scale_of(layer), shapes[layer].dtype)
+        layers[layer] = _scaled_low_rank(layer, down, up, config.scale_of(layer), shapes[layer].dtype)
     files = AdapterFiles(
         digest=_digest(config, pairs),
         rank=max(each.down.shape[0] for each in layers.values()),
@@ -180,7 +180,7 @@ def read_adapter(path: str | Path, model: AdaptableModel, max_bytes: int | None 
 
 
 def _read_tensors(directory: Path, max_bytes: int | None) -> dict[str, torch.Tensor]:
-    """Read the file once, so that the digest is of the bytes in use, even if the file is being written."""
+    """Read the tensors in one pass, so that digest and served tensors match even if the file changes meanwhile."""
     file = directory / TENSOR_FILE
     try:
         size = file.stat().st_size
@@ -195,24 +195,24 @@ def _read_tensors(directory: Path, max_bytes: int | None) -> dict[str, torch.Ten
         raise InvalidAdapter(f"{TENSOR_FILE}: expected safetensors, got another format or a damaged file") from error
 
 
-def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def _pair_matrices(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Group tensors by layer. Rejects tensors other than the two matrices of a low-rank update."""
-    halves: dict[str, dict[str, torch.Tensor]] = {}
+    matrices: dict[str, dict[str, torch.Tensor]] = {}  # by layer, then by side: A or B
     for name, tensor in tensors.items():
         match = _TENSOR_NAME.fullmatch(name)
         if match is None:
             raise InvalidAdapter(
                 f"{TENSOR_FILE} {name}: expected base_model.model.LAYER.lora_A.weight or lora_B.weight"
             )
-        halves.setdefault(match["layer"], {})[match["side"]] = tensor
-    for layer, sides in halves.items():
+        matrices.setdefault(match["layer"], {})[match["side"]] = tensor
+    for layer, sides in matrices.items():
         if sides.keys() != {"A", "B"}:
             raise InvalidAdapter(f"{TENSOR_FILE} {layer}: expected lora_A and lora_B, got lora_{''.join(sides)} only")
-    return {layer: (sides["A"], sides["B"]) for layer, sides in halves.items()}
+    return {layer: (sides["A"], sides["B"]) for layer, sides in matrices.items()}
 
 
-def _expected_layer(model: AdaptableModel, layer: str) -> str:
-    """Describe the problem with the name of a layer."""
+def _expected_and_got(model: AdaptableModel, layer: str) -> str:
+    """Describe what was expected instead of a layer that cannot be adapted, and what the layer is."""
     parts = dict(model.module.named_modules())
     if layer not in parts:
         return "a layer of the model, got none of that name"
@@ -222,20 +222,20 @@ def _expected_layer(model: AdaptableModel, layer: str) -> str:
 
 
 def _require_shapes(layer: str, shape: LayerShape, rank: int, down: torch.Tensor, up: torch.Tensor) -> None:
-    expected = (rank, shape.in_features), (shape.out_features, rank)
-    for name, tensor, wanted in zip(("lora_A", "lora_B"), (down, up), expected, strict=True):
-        if tuple(tensor.shape) != wanted:
-            raise InvalidAdapter(f"{TENSOR_FILE} {layer}.{name}: expected shape {wanted}, got {tuple(tensor.shape)}")
+    matrices = (("lora_A", down, (rank, shape.in_features)), ("lora_B", up, (shape.out_features, rank)))
+    for name, tensor, expected in matrices:
+        if tuple(tensor.shape) != expected:
+            raise InvalidAdapter(f"{TENSOR_FILE} {layer}.{name}: expected shape {expected}, got {tuple(tensor.shape)}")
         if not tensor.dtype.is_floating_point:
             raise InvalidAdapter(f"{TENSOR_FILE} {layer}.{name}: expected floating-point numbers, got {tensor.dtype}")
 
 
-def _low_rank(layer: str, down: torch.Tensor, up: torch.Tensor, scale: float, dtype: torch.dtype) -> LowRank:
-    each = LowRank(down.to(dtype), (up.float() * scale).to(dtype))
-    if not (bool(each.down.isfinite().all()) and bool(each.up.isfinite().all())):
-        name = str(dtype).removeprefix("torch.")
-        raise InvalidAdapter(f"{TENSOR_FILE} {layer}: contains values that are not finite in {name}")
-    return each
+def _scaled_low_rank(layer: str, down: torch.Tensor, up: torch.Tensor, scale: float, dtype: torch.dtype) -> LowRank:
+    low_rank = LowRank(down.to(dtype), (up.float() * scale).to(dtype))
+    if not (bool(low_rank.down.isfinite().all()) and bool(low_rank.up.isfinite().all())):
+        dtype_name = str(dtype).removeprefix("torch.")
+        raise InvalidAdapter(f"{TENSOR_FILE} {layer}: contains values that are not finite in {dtype_name}")
+    return low_rank
 
 
 def _digest(config: LoraFields, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str:
@@ -248,8 +248,8 @@ def _digest(config: LoraFields, pairs: Mapping[str, tuple[torch.Tensor, torch.Te
 
     add(json.dumps(config.invocation_token_ids).encode())
     for layer, tensors in sorted(pairs.items()):
-        kinds = [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors]
-        add(json.dumps([layer, config.scale_of(layer), kinds]).encode())
+        formats = [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors]
+        add(json.dumps([layer, config.scale_of(layer), formats]).encode())
         for tensor in tensors:
             add(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

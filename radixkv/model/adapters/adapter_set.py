@@ -19,7 +19,7 @@ class AdapterRange(NamedTuple):
     end: int
 
 
-T = TypeVar("T")
+T = TypeVar("T")  # an adapter that is packed for the device
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class AdapterSet(Generic[T]):
 
     Args:
         pack: packs an adapter in device memory. Dropping the result frees the memory.
-        max_adapters: maximum number of adapters.
+        max_adapters: maximum number of loaded adapters.
         max_bytes: maximum bytes of adapters on the device.
         size: returns the bytes that an adapter takes on the device.
     """
@@ -46,11 +46,11 @@ class AdapterSet(Generic[T]):
         size: Callable[[AdapterFiles], int] = lambda files: files.num_bytes,
     ) -> None:
         self._pack = pack
-        self._size = size
+        self._size_of = size
         self.max_adapters = max_adapters
         self.max_bytes = max_bytes
         self._files: dict[str, AdapterFiles] = {}
-        self._sizes: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}  # bytes on the device, by digest
         self._on_device: OrderedDict[str, T] = OrderedDict()  # in LRU order, the most recently used one last
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class AdapterSet(Generic[T]):
             return
         if len(self._files) >= self.max_adapters:
             raise TooManyAdapters(f"model.max_adapters: expected at most {self.max_adapters} adapters, got one more")
-        num_bytes = self._size(files)
+        num_bytes = self._size_of(files)
         if num_bytes > self.max_bytes:
             raise InvalidAdapter(
                 f"model.adapter_bytes: expected an adapter of at most {self.max_bytes} bytes, got {num_bytes}"
@@ -94,8 +94,8 @@ class AdapterSet(Generic[T]):
         self._sizes.pop(digest, None)
         self._on_device.pop(digest, None)
 
-    def need(self, digests: Iterable[str]) -> dict[str, T]:
-        """Return the adapters of a step, by digest, on the device.
+    def put_on_device(self, digests: Iterable[str]) -> dict[str, T]:
+        """Copy the adapters of a step to the device if they are not there, and return them by digest. May evict others.
 
         Raises:
             UnknownAdapter: one of them is not loaded.
@@ -107,17 +107,16 @@ class AdapterSet(Generic[T]):
         for digest in needed:
             if digest in self._on_device:
                 self._on_device.move_to_end(digest)
-        self._make_room(needed.keys())
+        self._evict_others(set(needed))
         for digest in needed:
             if digest not in self._on_device:
                 self._on_device[digest] = self._pack(self._files[digest])
         return {digest: self._on_device[digest] for digest in needed}
 
-    def _make_room(self, needed: Iterable[str]) -> None:
-        """Evict the least recently used adapters that the step does not need, until its adapters fit."""
-        wanted = set(needed)
-        num_bytes = self.device_bytes + sum(self._sizes[digest] for digest in wanted - self._on_device.keys())
-        for digest in [each for each in self._on_device if each not in wanted]:
+    def _evict_others(self, needed: set[str]) -> None:
+        """Evict the least recently used adapters that the step does not need, until the needed ones fit."""
+        num_bytes = self.device_bytes + sum(self._sizes[digest] for digest in needed - self._on_device.keys())
+        for digest in [each for each in self._on_device if each not in needed]:
             if num_bytes <= self.max_bytes:
                 break
             del self._on_device[digest]

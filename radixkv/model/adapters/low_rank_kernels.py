@@ -63,35 +63,35 @@ class LowRankKernels:
         Raises:
             InvalidAdapter: its rank is too large, or the kernel is not batch-invariant on this GPU.
         """
-        rank = _rank(sites)
+        rank = _padded_rank(sites)
         weights = {}
         addresses = np.zeros((max(sites) + 1, 2), dtype=np.int64)
         for site, (update,) in sites.items():
             down, up = weights[site] = self._pad(update, rank)
             addresses[site] = down.data_ptr(), up.data_ptr()
-            self._try(down, up)
+            self._check_kernel(down, up)
         return PackedWeights(rank, weights, addresses)
 
     def num_bytes(self, sites: Mapping[int, Sequence[ColumnUpdate]]) -> int:
-        """Bytes that an adapter takes on the device. Raises InvalidAdapter if its rank is too large."""
-        rank = _rank(sites)
+        """Return the bytes that an adapter takes on the device. Raises InvalidAdapter if its rank is too large."""
+        rank = _padded_rank(sites)
         return sum(
-            rank * (each.down.shape[1] + each.up.shape[0]) * each.down.element_size()
+            rank * (low_rank.down.shape[1] + low_rank.up.shape[0]) * low_rank.down.element_size()
             for updates in sites.values()
-            for _, _, each in updates
+            for _, _, low_rank in updates
         )
 
-    def begin(self, groups: Sequence[tuple[Ranges, PackedWeights]]) -> None:
+    def set_adapters(self, groups: Sequence[tuple[Ranges, PackedWeights]]) -> None:
         """Set the adapters of the next forward pass, with the rows of each. Does not wait for the device."""
         self._launches = []
         for rank in sorted({packed.rank for _, packed in groups}):
-            same = [group for group in groups if group[1].rank == rank]
-            num_sites = max(len(packed.addresses) for _, packed in same)
-            addresses = np.zeros((num_sites, len(same), 2), dtype=np.int64)
-            for index, (_, packed) in enumerate(same):
+            same_rank = [group for group in groups if group[1].rank == rank]
+            num_sites = max(len(packed.addresses) for _, packed in same_rank)
+            addresses = np.zeros((num_sites, len(same_rank), 2), dtype=np.int64)
+            for index, (_, packed) in enumerate(same_rank):
                 addresses[: len(packed.addresses), index] = packed.addresses
-            step = LowRankStep.build([ranges for ranges, _ in same], addresses, self._device)
-            sites = frozenset().union(*(packed.weights.keys() for _, packed in same))
+            step = LowRankStep.build([ranges for ranges, _ in same_rank], addresses, self._device)
+            sites = frozenset().union(*(packed.weights.keys() for _, packed in same_rank))
             self._launches.append(_Launch(rank, step, sites))
 
     def add(self, site: int, rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -103,27 +103,31 @@ class LowRankKernels:
 
     def _pad(self, update: ColumnUpdate, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         down, up = update.low_rank.down, update.low_rank.up
-        wide_down, wide_up = down.new_zeros(rank, down.shape[1]), up.new_zeros(up.shape[0], rank)
-        wide_down[: down.shape[0]], wide_up[:, : down.shape[0]] = down, up
-        return wide_down.to(self._device), wide_up.to(self._device)
+        padded_down, padded_up = down.new_zeros(rank, down.shape[1]), up.new_zeros(up.shape[0], rank)
+        padded_down[: down.shape[0]], padded_up[:, : down.shape[0]] = down, up
+        return padded_down.to(self._device), padded_up.to(self._device)
 
-    def _try(self, down: torch.Tensor, up: torch.Tensor) -> None:
+    def _check_kernel(self, down: torch.Tensor, up: torch.Tensor) -> None:
         """Launch the kernel once for new shapes or a new dtype, which compiles it. In exact mode, check that it is
         batch-invariant.
         """
-        shape = (down.dtype, *down.shape, *up.shape)
-        if shape in self._tried:
+        key = (down.dtype, *down.shape, *up.shape)
+        if key in self._tried:
             return
         if not low_rank_rows_agree(down, up) and self._is_exact:
             raise InvalidAdapter(
                 f"adapter: the kernel for shapes {tuple(down.shape)} and {tuple(up.shape)} in {down.dtype} is not "
                 f"batch-invariant on this GPU; {SERVE_FAST}"
             )
-        self._tried.add(shape)
+        self._tried.add(key)
 
 
-def _rank(sites: Mapping[int, Sequence[ColumnUpdate]]) -> int:
-    """The rank that all weights of an adapter are padded to."""
+def _padded_rank(sites: Mapping[int, Sequence[ColumnUpdate]]) -> int:
+    """Return the rank that all weights of an adapter are padded to.
+
+    Raises:
+        InvalidAdapter: the largest rank of the adapter is too large.
+    """
     largest = max(update.low_rank.down.shape[0] for updates in sites.values() for update in updates)
     rank = padded_rank(largest)
     if rank is None:

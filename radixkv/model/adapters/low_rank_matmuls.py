@@ -1,8 +1,8 @@
 """Applies adapters on a CPU: two matmuls per adapter and site, each over the rows of that adapter.
 
 site                 one matmul of the model: a linear layer, or several merged ones
-qkv of rank 4        down [12, in_features]: q, k and v stacked
-                     up   [q | k | v, 12]: block diagonal
+qkv of rank 8        down [24, in_features]: q, k and v stacked
+                     up   [q | k | v, 24]: block diagonal
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from radixkv.model.layers.gemm_tuner import GemmTuner
 from radixkv.model.layers.packed_linear import Matmul
 from radixkv.model.refusals import SERVE_FAST
 
-# Ranks are padded with zeros to multiples of this number, so that few shapes have to be checked.
+# The rank of each layer is padded with zeros to a multiple of this number, so that few shapes have to be checked.
 _RANK_MULTIPLE = 8
 
 
@@ -79,14 +79,15 @@ class LowRankMatmuls:
         return {site: self._pack_site(updates) for site, updates in sites.items()}
 
     def num_bytes(self, sites: Mapping[int, Sequence[ColumnUpdate]]) -> int:
-        """Bytes of an adapter after `pack`."""
-        return sum(
-            sum(_ranks(updates)) * (each.down.shape[1] + updates[-1].end - updates[0].start) * each.down.element_size()
-            for updates in sites.values()
-            for each in (updates[0].low_rank,)
-        )
+        """Return the bytes that an adapter takes after `pack`."""
+        num_bytes = 0
+        for updates in sites.values():
+            down = updates[0].low_rank.down
+            num_columns = updates[-1].end - updates[0].start
+            num_bytes += sum(_padded_ranks(updates)) * (down.shape[1] + num_columns) * down.element_size()
+        return num_bytes
 
-    def begin(self, groups: Sequence[tuple[Ranges, PackedMatmuls]]) -> None:
+    def set_adapters(self, groups: Sequence[tuple[Ranges, PackedMatmuls]]) -> None:
         """Set the adapters of the next forward pass, with the rows of each."""
         self._groups = [(_row_selection(ranges), packed) for ranges, packed in groups]
 
@@ -100,40 +101,40 @@ class LowRankMatmuls:
         """
         if not self._groups:
             return
-        flat, whole = aligned_rows(rows), out.view(-1, out.shape[-1])
+        flat_rows, flat_out = aligned_rows(rows), out.view(-1, out.shape[-1])
         with torch._C.DisableTorchFunction():  # these matmuls are exact by themselves
             for selection, packed in self._groups:
                 addition = packed.get(site)
                 if addition is None:
                     continue
-                columns = whole[:, addition.start : addition.end]
+                columns = flat_out[:, addition.start : addition.end]
                 if isinstance(selection, slice):
-                    _add(addition, flat, columns, selection.start, selection.stop)
+                    _add(addition, flat_rows, columns, selection.start, selection.stop)
                 else:
-                    added = flat.new_zeros(len(selection), columns.shape[1])
-                    _add(addition, flat[selection], added, 0, len(selection))
+                    added = flat_rows.new_zeros(len(selection), columns.shape[1])
+                    _add(addition, flat_rows[selection], added, 0, len(selection))
                     columns.index_add_(0, selection, added)
 
     def _pack_site(self, updates: Sequence[ColumnUpdate]) -> _Addition:
         start, end = updates[0].start, updates[-1].end
-        ranks = _ranks(updates)
+        ranks = _padded_ranks(updates)
         like = updates[0].low_rank.down
         down, up = like.new_zeros(sum(ranks), like.shape[1]), like.new_zeros(end - start, sum(ranks))
-        first = 0
-        for update, rank in zip(updates, ranks, strict=True):
-            last = first + update.low_rank.down.shape[0]
-            down[first:last] = update.low_rank.down
-            up[update.start - start : update.end - start, first:last] = update.low_rank.up
-            first += rank
+        first_rank = 0
+        for update, padded_rank in zip(updates, ranks, strict=True):
+            end_rank = first_rank + update.low_rank.down.shape[0]
+            down[first_rank:end_rank] = update.low_rank.down
+            up[update.start - start : update.end - start, first_rank:end_rank] = update.low_rank.up
+            first_rank += padded_rank
         matmuls = self._pack_matmul(down), self._pack_matmul(up)
-        return _Addition(start, end, *matmuls, _tiles(*matmuls))
+        return _Addition(start, end, *matmuls, _common_tiles(*matmuls))
 
     def _pack_matmul(self, weight: torch.Tensor) -> Matmul:
         # The first suitable backend, unpacked weights first: with 8 to 48 output features they were the fastest, and
         # packed ones took up to 4 times as long. Timing all backends takes twice as long.
         backends = sorted(gemm_backends(weight), key=lambda name: name != "plain")
-        tried = (self._tuner.choose(weight, None, (backend,)) for backend in backends)
-        choice = next((each for each in tried if each is not None), None)
+        choices = (self._tuner.choose(weight, None, (backend,)) for backend in backends)  # evaluated one by one
+        choice = next((each for each in choices if each is not None), None)
         if choice is None:
             raise InvalidAdapter(
                 f"adapter: no batch-invariant matmul for a weight of shape {tuple(weight.shape)} in {weight.dtype} on "
@@ -142,7 +143,7 @@ class LowRankMatmuls:
         return Matmul([weight], None, choice)
 
 
-def _ranks(updates: Sequence[ColumnUpdate]) -> list[int]:
+def _padded_ranks(updates: Sequence[ColumnUpdate]) -> list[int]:
     """Return the rank of each update, padded to a multiple of `_RANK_MULTIPLE`."""
     return [-(-each.low_rank.down.shape[0] // _RANK_MULTIPLE) * _RANK_MULTIPLE for each in updates]
 
@@ -154,7 +155,7 @@ def _row_selection(ranges: Ranges) -> slice | torch.Tensor:
     return torch.cat([torch.arange(start, end) for start, end in ranges])
 
 
-def _tiles(down: Matmul, up: Matmul) -> RowTiles | None:
+def _common_tiles(down: Matmul, up: Matmul) -> RowTiles | None:
     costs = tuple((size, cost + up.costs[size]) for size, cost in down.costs.items() if size in up.costs)
     return tiles_of(costs) if costs else None
 
@@ -162,7 +163,7 @@ def _tiles(down: Matmul, up: Matmul) -> RowTiles | None:
 def _add(addition: _Addition, rows: torch.Tensor, columns: torch.Tensor, start: int, end: int) -> None:
     """Add the update to `columns` for the rows `[start, end)` of a matrix that `aligned_rows` returned.
 
-    A call needs a supported row count. If an adapter has fewer rows, neighbouring rows pad the call, and their results
+    A call needs a supported row count. If an adapter has fewer rows, neighboring rows pad the call, and their results
     are dropped:
 
         rows      [ 0 ... start )[ start .. end )[ .... )
@@ -176,12 +177,14 @@ def _add(addition: _Addition, rows: torch.Tensor, columns: torch.Tensor, start: 
         columns[start:end].add_(up(down(rows[start:end])))
         return
     for size in tiles.cover(end - start):
-        last = min(start + size, end)
-        if size > num_rows:
-            columns[start:last].add_(up(down(rows[start:last])))
+        tile_end = min(start + size, end)
+        if size > num_rows:  # the matmuls pad the rows
+            columns[start:tile_end].add_(up(down(rows[start:tile_end])))
         else:
-            first = min(start, num_rows - size)
-            piece = rows[first : first + size]
-            added = up.one_call(down.one_call(piece if is_aligned else aligned_rows(piece)))
-            columns[start:last].add_(added[start - first : last - first])
-        start = last
+            call_start = min(start, num_rows - size)
+            call_rows = rows[call_start : call_start + size]
+            added = up.multiply_in_one_call(
+                down.multiply_in_one_call(call_rows if is_aligned else aligned_rows(call_rows))
+            )
+            columns[start:tile_end].add_(added[start - call_start : tile_end - call_start])
+        start = tile_end

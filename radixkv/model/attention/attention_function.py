@@ -40,7 +40,7 @@ def _attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     radix_step: AttentionStep | None = None,
-    **others: Any,
+    **other_arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend in one layer. Transformers calls this in every attention layer.
 
@@ -50,35 +50,41 @@ def _attention_forward(
     Raises:
         UnsupportedModel: the layer requires something that the kernels do not support; the message names it.
     """
-    layer = type(module).__name__
-    if radix_step is None and isinstance(running := getattr(module, "running_pass", None), RunningPass):
-        radix_step = running.step
+    layer_name = type(module).__name__
     if radix_step is None:
-        raise UnsupportedModel(f"{layer}: expected to attend within a forward pass over the cache, got none")
+        running_pass = getattr(module, "running_pass", None)
+        radix_step = running_pass.step if isinstance(running_pass, RunningPass) else None
+    if radix_step is None:
+        raise UnsupportedModel(f"{layer_name}: expected to attend within a forward pass over the cache, got none")
     if not hasattr(module, "layer_idx"):
-        raise UnsupportedModel(f"{layer}: expected an attribute `layer_idx`, got none")
-    if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
-        raise UnsupportedModel(f"{layer}: expected causal attention, got attention that looks ahead")
+        raise UnsupportedModel(f"{layer_name}: expected an attribute `layer_idx`, got none")
+    if not getattr(module, "is_causal", True) or other_arguments.get("is_causal") is False:
+        raise UnsupportedModel(f"{layer_name}: expected causal attention, got attention that looks ahead")
     if attention_mask is not None or dropout:
-        raise UnsupportedModel(f"{layer}: expected no attention mask and no dropout, got a mask or dropout {dropout}")
-    for name, argument in others.items():
+        raise UnsupportedModel(
+            f"{layer_name}: expected no attention mask and no dropout, got a mask or dropout {dropout}"
+        )
+    for name, argument in other_arguments.items():
         if argument is not None and name not in _WITHOUT_EFFECT:
-            raise UnsupportedModel(f"{layer}: passes `{name}` to its attention, which is not supported")
+            raise UnsupportedModel(f"{layer_name}: passes `{name}` to its attention, which is not supported")
     if s_aux is not None and (s_aux.shape != query.shape[1:2] or softcap is not None):
         raise UnsupportedModel(
-            f"{layer}: expected `s_aux` with one sink per query head, and no `softcap`, got sinks of shape "
+            f"{layer_name}: expected `s_aux` with one sink per query head, and no `softcap`, got sinks of shape "
             f"{tuple(s_aux.shape)} and softcap {softcap}"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     scoring = Scoring(scale, sliding_window, softcap, s_aux)
-    rows, keys = query[0].transpose(0, 1), key[0].transpose(0, 1)
-    index = kv_layer_of(module)
+    queries, keys = query[0].transpose(0, 1), key[0].transpose(0, 1)
+    layer = kv_layer_of(module)
     if value is not None:
-        narrower = key.shape[3] - value.shape[3]  # pools store values with the head_dim of keys
-        values = (pad(value, (0, narrower)) if narrower > 0 else value)[0].transpose(0, 1)
-        return radix_step.attend(AttentionCall(index, rows, keys, values, scoring))[None, ..., : value.shape[3]], None
+        value_dim, missing_dims = value.shape[3], key.shape[3] - value.shape[3]
+        if missing_dims > 0:  # pools store values with the head_dim of keys
+            value = pad(value, (0, missing_dims))
+        values = value[0].transpose(0, 1)
+        return radix_step.attend(AttentionCall(layer, queries, keys, values, scoring))[None, ..., :value_dim], None
     heads = latent_heads_of(module)
-    return heads.values(radix_step.attend(AttentionCall(index, heads.queries(rows), keys, None, scoring)))[None], None
+    attended = radix_step.attend(AttentionCall(layer, heads.queries(queries), keys, None, scoring))
+    return heads.values(attended)[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)

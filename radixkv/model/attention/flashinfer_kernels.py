@@ -1,7 +1,7 @@
 """FlashInfer's attention over the block pool, in fast mode, for steps that do not run as CUDA graphs.
 
-FlashInfer reads a layer of the pool in its layout: pages of K and V by head. It does not support a scale per vector, so
-it is not used for quantized pools. The Triton kernels are used in CUDA graphs, and for writes and copies.
+FlashInfer can read a layer of the pool as it is stored: pages of K and V by head. It does not support a scale per
+vector, so it is not used for quantized pools. The Triton kernels are used in CUDA graphs, and for writes and copies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from radixkv.model.attention.triton_kernels import TritonKernels
 _WORKSPACE_BYTES = 1 << 28
 
 _HEAD_DIMS = (64, 128, 256)
-_MIN_CAPABILITY, _HOPPER = (8, 0), 9
+_MIN_CAPABILITY, _HOPPER_MAJOR = (8, 0), 9  # compute capability
 
 
 class _Kind(NamedTuple):
@@ -54,9 +54,9 @@ class FlashInferKernels:
     def __init__(self, triton: TritonKernels, backend: str) -> None:
         self._triton = triton
         self._backend = backend
-        self._captured: PagedBatch | None = None  # the batch for which `use_plans` set plans
+        self._graph_batch: PagedBatch | None = None  # the batch of `use_plans`, whose attention runs in a CUDA graph
         self._batch: PagedBatch | None = None  # the last batch for which FlashInfer computed attention
-        self._planned: set[_Kind] = set()  # of `_batch`
+        self._planned: set[_Kind] = set()  # kinds of layers for which `_batch` is planned
         self._wrappers: dict[_Kind, Any] = {}
         self._workspace: torch.Tensor | None = None
         self.tile_rows = triton.tile_rows
@@ -78,7 +78,7 @@ class FlashInferKernels:
 
     def use_plans(self, batch: PagedBatch, plans: Mapping[PlanKey, AttentionPlan]) -> None:
         """Use these plans, and the Triton kernels, for the attention of `batch`."""
-        self._captured = batch
+        self._graph_batch = batch
         self._triton.use_plans(batch, plans)
 
     def paged_attention(
@@ -89,7 +89,7 @@ class FlashInferKernels:
         Raises:
             RuntimeError, ValueError: FlashInfer can't plan or compute it.
         """
-        if batch is self._captured:
+        if batch is self._graph_batch:
             return self._triton.paged_attention(query, pool, layer, batch, scoring)
         if batch is not self._batch:
             self._batch = batch
@@ -111,10 +111,10 @@ class FlashInferKernels:
             np.array(batch.query_starts),
             np.concatenate(([0], np.cumsum(num_pages))),
             pages,
-            (kv_lens - 1) % batch.block_size + 1,
+            (kv_lens - 1) % batch.block_size + 1,  # tokens in the last page of each request
         )
         if kind not in self._wrappers:
-            self._wrappers[kind] = self._wrapper(query.device)
+            self._wrappers[kind] = self._new_wrapper(query.device)
         window, softcap = kind.scoring.window, kind.scoring.softcap
         self._wrappers[kind].plan(
             *(torch.from_numpy(array.astype(np.int32)) for array in host_arrays),
@@ -130,7 +130,7 @@ class FlashInferKernels:
             kv_data_type=pool.dtype,
         )
 
-    def _wrapper(self, device: torch.device) -> Any:
+    def _new_wrapper(self, device: torch.device) -> Any:
         """Create a wrapper for one plan. All wrappers share a workspace, since layers run one after the other."""
         import flashinfer  # an extra
 
@@ -150,7 +150,7 @@ def flashinfer_kernels(
         triton: the Triton kernels for CUDA graphs.
     """
     shape = use.shape
-    suits = (
+    is_supported = (
         not use.is_exact
         and capability >= _MIN_CAPABILITY
         and use.dtype in (torch.bfloat16, torch.float16)
@@ -158,6 +158,6 @@ def flashinfer_kernels(
         and shape.head_dim in _HEAD_DIMS
         and not any(kind.has_sinks for kind in use.kinds)
     )
-    if not suits or importlib.util.find_spec("flashinfer") is None:
+    if not is_supported or importlib.util.find_spec("flashinfer") is None:
         return None
-    return FlashInferKernels(triton, "fa3" if capability[0] == _HOPPER else "fa2")
+    return FlashInferKernels(triton, "fa3" if capability[0] == _HOPPER_MAJOR else "fa2")

@@ -80,7 +80,7 @@ class QueryWatcher(Protocol):
         """Observe the queries of one layer. K and V of their tokens are in the pool.
 
         Args:
-            layer: index of the layer.
+            layer: index of the layer in the pool.
             query: `[num_tokens, num_query_heads, head_dim]`, after the rotary embedding.
             scoring: how scores are computed.
         """
@@ -160,16 +160,16 @@ class PlanningKernels(AttentionKernels, Protocol):
         ...
 
     def tile_rows(self, max_rows: int, dtype: torch.dtype) -> int:
-        """Rows of the tiles for a batch.
+        """Return the number of rows of the tiles for a batch.
 
         Args:
-            max_rows: packed rows of its longest request.
+            max_rows: packed rows of its longest request: tokens times query heads per KV head.
             dtype: dtype of the queries.
         """
         ...
 
     def tile_rows_for(self, batch: PagedBatch, group_size: int, dtype: torch.dtype, window: int | None) -> int:
-        """Rows of the tiles that are best for a batch, at least `tile_rows` of its longest request.
+        """Return the best number of rows of the tiles for a batch, at least `tile_rows` of its longest request.
 
         Args:
             batch: the token rows of a step, on the host.
@@ -180,7 +180,7 @@ class PlanningKernels(AttentionKernels, Protocol):
         ...
 
     def max_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
-        """Maximum number of partial results of one KV head in a plan whose splits are chosen for the batch.
+        """Return the maximum number of partial results of a KV head in a plan whose splits are chosen for the batch.
 
         Args:
             num_requests: requests of the batch.

@@ -47,9 +47,9 @@ class LatentHeads:
         Returns:
             `[num_tokens, num_heads, rank + rope_dim]`.
         """
-        first, rotated = rows[..., : -self.rope_dim], rows[..., -self.rope_dim :]
+        unrotated, rotated = rows[..., : -self.rope_dim], rows[..., -self.rope_dim :]
         with torch._C.DisableTorchFunction():  # the matmuls are exact by themselves
-            return torch.cat((self.absorb(first), rotated), -1)
+            return torch.cat((self.absorb(unrotated), rotated), -1)
 
     def values(self, attended: torch.Tensor) -> torch.Tensor:
         """Map attention over stored latents, `[num_tokens, num_heads, rank + rope_dim]`, to attention over values."""
@@ -101,7 +101,7 @@ class LatentParts:
         tuner = GemmTuner(is_exact=is_exact, budget=budget)
         for part in module.modules():
             if hasattr(part, _METHOD) and hasattr(part, CHILD):
-                heads = _heads(part, tuner if is_exact else None)
+                heads = _latent_heads(part, tuner if is_exact else None)
                 _require_agreement(part, heads)
                 setattr(part, ATTRIBUTE, heads)
                 self._parts.append(part)
@@ -133,25 +133,26 @@ def _join_latents(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Te
     return torch.cat((latent, rotated), -1), None
 
 
-def _heads(part: Any, tuner: GemmTuner | None) -> LatentHeads:
+def _latent_heads(part: Any, tuner: GemmTuner | None) -> LatentHeads:
     """Create the matmuls of one layer; batch-invariant ones if `tuner` is given."""
     name, layer = type(part).__name__, getattr(part, CHILD)
     if getattr(part, "indexer", None) is not None:
         raise UnsupportedModel(f"{name}: expected attention to all latents, got an indexer that chooses some")
     sizes = [getattr(part, key, None) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-    rank, key_dim, rope_dim, value_dim = (size if isinstance(size, int) else 0 for size in sizes)
-    is_known = type(layer) is nn.Linear and layer.bias is None and min(rank, key_dim, rope_dim, value_dim) > 0
-    if not is_known or layer.in_features != rank or layer.out_features % (key_dim + value_dim):
+    rank, nope_dim, rope_dim, value_dim = (size if isinstance(size, int) else 0 for size in sizes)
+    is_known = type(layer) is nn.Linear and layer.bias is None and min(rank, nope_dim, rope_dim, value_dim) > 0
+    if not is_known or layer.in_features != rank or layer.out_features % (nope_dim + value_dim):
         raise UnsupportedModel(f"{name}: expected {CHILD} to compute keys and values from latents, got {layer}")
-    by_head = layer.weight.detach().view(-1, key_dim + value_dim, rank)
-    make = _batched_matmul if tuner is None else partial(_matmul_per_head, name=f"{name}.{CHILD}", tuner=tuner)
-    return LatentHeads(rank, make(by_head[:, :key_dim].mT), make(by_head[:, key_dim:]), rope_dim)
+    weight_by_head = layer.weight.detach().view(-1, nope_dim + value_dim, rank)
+    make_matmul = _batched_matmul if tuner is None else partial(_matmul_per_head, name=f"{name}.{CHILD}", tuner=tuner)
+    absorb, expand = make_matmul(weight_by_head[:, :nope_dim].mT), make_matmul(weight_by_head[:, nope_dim:])
+    return LatentHeads(rank, absorb, expand, rope_dim)
 
 
 def _batched_matmul(weights: torch.Tensor) -> RowFunction:
     """Return a batched matmul of all heads with weights `[num_heads, out_features, in_features]`."""
-    laid_out = weights.mT.contiguous()
-    return lambda rows: torch.bmm(rows.transpose(0, 1), laid_out).transpose(0, 1)
+    transposed = weights.mT.contiguous()
+    return lambda rows: torch.bmm(rows.transpose(0, 1), transposed).transpose(0, 1)
 
 
 def _matmul_per_head(weights: torch.Tensor, *, name: str, tuner: GemmTuner) -> RowFunction:
@@ -164,7 +165,7 @@ def _matmul_per_head(weights: torch.Tensor, *, name: str, tuner: GemmTuner) -> R
             f"this machine; {SERVE_FAST}"
         )
     matmuls = [Matmul([weight], None, choice) for weight in weights]
-    return lambda rows: torch.stack([each(rows[:, head]) for head, each in enumerate(matmuls)], 1)
+    return lambda rows: torch.stack([matmul(rows[:, head]) for head, matmul in enumerate(matmuls)], 1)
 
 
 @torch.inference_mode()
@@ -184,10 +185,12 @@ def _require_agreement(part: Any, heads: LatentHeads) -> None:
     key, value = getattr(part, _METHOD)(latent, rotated)  # [1, num_heads, num_tokens, dim]
     query = random(_TRIAL_TOKENS, key.shape[1], key.shape[3])
     stored, _ = _join_latents(latent, rotated)
-    pairs = (
-        (torch.einsum("qhd,hkd->hqk", query, key[0]), torch.einsum("qhd,kd->hqk", heads.queries(query), stored[0, 0])),
-        (value[0].transpose(0, 1), heads.values(stored[0].transpose(0, 1).expand(-1, key.shape[1], -1))),
-    )
-    for own, ours in pairs:
-        if own.shape != ours.shape or not (own - ours).abs().max() <= _TOLERANCE[weight.dtype] * own.abs().max():
+    own_scores = torch.einsum("qhd,hkd->hqk", query, key[0])
+    scores = torch.einsum("qhd,kd->hqk", heads.queries(query), stored[0, 0])
+    own_values = value[0].transpose(0, 1)
+    values = heads.values(stored[0].transpose(0, 1).expand(-1, key.shape[1], -1))
+    for expected, got in ((own_scores, scores), (own_values, values)):
+        bound = _TOLERANCE[weight.dtype] * expected.abs().max()
+        agrees = expected.shape == got.shape and bool((expected - got).abs().max() <= bound)  # false for NaN
+        if not agrees:
             raise UnsupportedModel(f"{type(part).__name__}: expected {_METHOD} to apply only {CHILD}, got more")

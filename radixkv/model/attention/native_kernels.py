@@ -27,7 +27,7 @@ class NativeKernels:
     exact mode and in fast mode: those of a row depend only on its prefix.
 
     Args:
-        library: from `load_library`.
+        library: the C++ kernels; see `load_library`.
     """
 
     name = NATIVE
@@ -51,8 +51,8 @@ class NativeKernels:
         largest: torch.Tensor | None = None,
     ) -> None:
         """Compute `reference.write_kv`."""
-        are_in_order = has_adjacent_heads(key) and (value is None or has_adjacent_heads(value))
-        write = self._rows.write_kv if are_in_order and supports(pool, key.dtype) else self._torch.write_kv
+        have_adjacent_heads = has_adjacent_heads(key) and (value is None or has_adjacent_heads(value))
+        write = self._rows.write_kv if have_adjacent_heads and supports(pool, key.dtype) else self._torch.write_kv
         write(key, value, slots, pool, layer, largest)
 
     def paged_attention(
@@ -83,18 +83,18 @@ class NativeKernels:
             pool, batch, scoring: as for `paged_attention`.
             largest: as for `write_kv`.
         """
-        has_heads = (pool.num_kv_heads, pool.head_dim) == (num_kv_heads, queries.head_dim) and not pool.is_latent
-        if not has_heads or not supports(pool, queries.dtype):
+        has_same_heads = (pool.num_kv_heads, pool.head_dim) == (num_kv_heads, queries.head_dim) and not pool.is_latent
+        if not has_same_heads or not supports(pool, queries.dtype):
             return None
         attention = self._planned_batch_of(batch).attention_of(queries, pool, scoring)
         return KVView(attention, layers, _sinks_of(scoring), batch.slots, largest)
 
     def _planned_batch_of(self, batch: PagedBatch) -> _PlannedBatch:
-        planned = next((each for each in self._planned_batches if each.batch is batch), None)
-        if planned is None:
-            planned = _PlannedBatch(self._library, batch)
-            self._planned_batches.append(planned)
-        return planned
+        planned_batch = next((each for each in self._planned_batches if each.batch is batch), None)
+        if planned_batch is None:
+            planned_batch = _PlannedBatch(self._library, batch)
+            self._planned_batches.append(planned_batch)
+        return planned_batch
 
 
 def _sinks_of(scoring: Scoring) -> torch.Tensor | None:
@@ -111,23 +111,23 @@ class _PlannedBatch:
     def __init__(self, library: ctypes.CDLL, batch: PagedBatch) -> None:
         self.batch = batch
         self._library = library
-        self._work: dict[tuple[int, int, int, int | None], AttentionWork] = {}
-        self._attention: dict[tuple[Any, ...], Attention] = {}
+        self._works: dict[tuple[int, int, int, int | None], AttentionWork] = {}
+        self._attentions: dict[tuple[Any, ...], Attention] = {}
 
     def attention_of(self, queries: Queries, pool: KVPool, scoring: Scoring) -> Attention:
         key = (queries, pool.values.data_ptr(), scoring.scale, scoring.window, scoring.softcap)
-        attention = self._attention.get(key)
+        attention = self._attentions.get(key)
         if attention is None:
             group_size = queries.num_heads // pool.num_kv_heads
             work = self._work_of(group_size, pool.num_kv_heads, pool.head_dim, scoring.window)
             attention = Attention(self._library, queries, pool, work, scoring, torch.get_num_threads())
-            self._attention[key] = attention
+            self._attentions[key] = attention
         return attention
 
     def _work_of(self, group_size: int, num_kv_heads: int, head_dim: int, window: int | None) -> AttentionWork:
         key = (group_size, num_kv_heads, head_dim, window)
-        if key not in self._work:
-            self._work[key] = plan_work(
+        if key not in self._works:
+            self._works[key] = plan_work(
                 self.batch,
                 group_size=group_size,
                 num_kv_heads=num_kv_heads,
@@ -135,4 +135,4 @@ class _PlannedBatch:
                 window=window,
                 num_threads=torch.get_num_threads(),
             )
-        return self._work[key]
+        return self._works[key]

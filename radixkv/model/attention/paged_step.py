@@ -81,7 +81,7 @@ class PagedStep:
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """Write K and V of a layer, V after the Hadamard transform if the pool needs it; shapes as in `attend`."""
-        largest = self._largest_of(key, *key.shape[:2])
+        largest = self._largest_of(key, *key.shape[:2])  # even if nothing is written, for `is_finite`
         if self._is_reading:
             return
         if self._pool.rotates_values and value is not None:
@@ -98,13 +98,10 @@ class PagedStep:
 
         If the pool holds transformed values, the output is transformed back.
         """
-        attended = self._read(layer, query, scoring)
-        return self._kernels.hadamard_transform(attended, query.dtype) if self._pool.rotates_values else attended
-
-    def _read(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         for start, end, watcher in self._watched:
             watcher.see(layer, query[start:end], scoring)
-        return self._kernels.paged_attention(query, self._pool, layer, self._batch, scoring)
+        attended = self._kernels.paged_attention(query, self._pool, layer, self._batch, scoring)
+        return self._kernels.hadamard_transform(attended, query.dtype) if self._pool.rotates_values else attended
 
     @property
     def is_finite(self) -> torch.Tensor:
@@ -116,9 +113,11 @@ class PagedStep:
         if self._largest is None:
             raise InvariantViolation("attention: no layer of the model has attended")
         largest = self._largest.amax(dim=1)
-        is_finite = (largest if self._pool.scales is not None else largest.to(self._pool.dtype)).isfinite()
-        states = None if self._states is None else self._states.is_finite
-        return is_finite if states is None else is_finite & states
+        if self._pool.scales is None:  # K and V are stored in the dtype of the pool, where large numbers may overflow
+            largest = largest.to(self._pool.dtype)
+        is_finite = largest.isfinite()
+        are_states_finite = None if self._states is None else self._states.is_finite
+        return is_finite if are_states_finite is None else is_finite & are_states_finite
 
 
 class RunningPass:
@@ -156,10 +155,10 @@ class PaddedStep:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionStep.attend`."""
         layer, query, key, value, scoring = call
-        real = slice(self._num_tokens)
-        with torch._C.DisableTorchFunction():  # no `ExactFunctions`: the kernels are exact already
-            real_value = None if value is None else value[real]
-            attended = self._step.attend(AttentionCall(layer, query[real], key[real], real_value, scoring))
+        real_rows = slice(self._num_tokens)
+        with torch._C.DisableTorchFunction():  # bypasses `ExactFunctions`: the kernels are exact already
+            real_value = None if value is None else value[real_rows]
+            attended = self._step.attend(AttentionCall(layer, query[real_rows], key[real_rows], real_value, scoring))
         if len(attended) == len(query):
             return attended
         padding = attended.new_zeros(query.shape[0] - self._num_tokens, *attended.shape[1:])
@@ -192,7 +191,7 @@ class GroupedStep:
     def __init__(self, steps: Sequence[PagedStep], locations: Sequence[LayerLocation]) -> None:
         self._steps = steps
         self._locations = locations
-        self._used = [steps[pool] for pool in sorted({location.pool for location in locations})]
+        self._used_steps = [steps[pool] for pool in sorted({location.pool for location in locations})]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionStep.attend`."""
@@ -218,8 +217,8 @@ class GroupedStep:
 
     @property
     def is_finite(self) -> torch.Tensor:
-        """Whether what was stored so far is finite in all pools, bool `[num_tokens]`; see `PagedStep.is_finite`."""
-        first, *others = (step.is_finite for step in self._used)
-        for other in others:
-            first = first & other
-        return first
+        """Whether all that was stored for each token is finite in all pools, bool `[num_tokens]`; see `PagedStep`."""
+        is_finite, *in_other_pools = (step.is_finite for step in self._used_steps)
+        for is_finite_there in in_other_pools:
+            is_finite = is_finite & is_finite_there
+        return is_finite

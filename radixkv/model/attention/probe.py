@@ -12,7 +12,7 @@ from radixkv.model.attention.interface import AttentionCall, AttentionKind
 from radixkv.storage.device_pool import KVHeads, KVShape
 
 
-class _Stored(NamedTuple):
+class _LayerKV(NamedTuple):
     """K and V of one token in one layer; `value_dim` is None if the key is also the value."""
 
     num_kv_heads: int
@@ -25,16 +25,16 @@ class _Probe:
     """A step without a pool that records what each layer would store in one."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, _Stored] = {}
+        self.kv_by_layer: dict[int, _LayerKV] = {}
         self.kinds: dict[int, AttentionKind] = {}
         self.num_convolutions = 0
-        self.is_repeated = False  # whether a layer attended more than once
+        self.has_repeated_layer = False  # whether a layer attended more than once
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer, query, key, value, scoring = call
-        self.is_repeated |= layer in self.shapes
+        self.has_repeated_layer |= layer in self.kv_by_layer
         value_dim = None if value is None else value.shape[2]
-        self.shapes[layer] = _Stored(key.shape[1], key.shape[2], value_dim, key.dtype)
+        self.kv_by_layer[layer] = _LayerKV(key.shape[1], key.shape[2], value_dim, key.dtype)
         self.kinds[layer] = AttentionKind(query.shape[1], scoring.window, scoring.softcap, scoring.sinks is not None)
         return query.new_zeros(*query.shape[:2], key.shape[2] if value_dim is None else value_dim)
 
@@ -46,7 +46,7 @@ class _Probe:
 def probe_attention(
     name: str, forward: Callable[..., object], device: torch.device, num_layers: int
 ) -> tuple[KVShape, tuple[AttentionKind, ...]]:
-    """Run two tokens, and record the attention calls of the layers.
+    """Run a forward pass over two tokens, and record the attention calls of the layers.
 
     Args:
         name: name of the model's class.
@@ -64,16 +64,16 @@ def probe_attention(
     probe = _Probe()
     ids = torch.zeros(2, dtype=torch.int64, device=device)
     forward(ids, torch.arange(2, device=device), probe, torch.ones(1, dtype=torch.int64, device=device))
-    if probe.is_repeated:
+    if probe.has_repeated_layer:
         raise UnsupportedModel(f"{name}: expected one attention call per layer and token, got layers that attend again")
-    num_layers -= probe.num_convolutions
-    if sorted(probe.shapes) != list(range(num_layers)) or not probe.shapes:
+    num_kv_layers = num_layers - probe.num_convolutions
+    if sorted(probe.kv_by_layer) != list(range(num_kv_layers)) or not probe.kv_by_layer:
         raise UnsupportedModel(
-            f"{name}: expected {num_layers} layers to call attention, got {len(probe.shapes)}; the others keep state "
-            "that the cache does not hold"
+            f"{name}: expected {num_kv_layers} layers to call attention, got {len(probe.kv_by_layer)}; the others keep "
+            "state that the cache does not hold"
         )
-    layers = range(num_layers)
-    shape = _shape_of(name, [probe.shapes[layer] for layer in layers])
+    layers = range(num_kv_layers)
+    shape = _shape_of(name, [probe.kv_by_layer[layer] for layer in layers])
     if shape.heads and probe.num_convolutions:
         raise UnsupportedModel(f"{name}: expected one K/V shape in a model with short convolutions, got several")
     if shape.heads and device.type != "cpu":
@@ -84,18 +84,19 @@ def probe_attention(
     return shape, tuple(probe.kinds[layer] for layer in layers)
 
 
-def _shape_of(name: str, layers: Sequence[_Stored]) -> KVShape:
+def _shape_of(name: str, layers: Sequence[_LayerKV]) -> KVShape:
     """Return the K/V shape of at least one layer, or refuse shapes that pools do not support."""
-    dtypes = {stored.dtype for stored in layers}
-    if others := dtypes - {torch.float32, torch.bfloat16, torch.float16}:
-        raise UnsupportedModel(f"{name}: expected K/V of float32, bfloat16 or float16, got {others.pop()}")
-    are_latent = {stored.value_dim is None for stored in layers}
+    dtypes = {kv.dtype for kv in layers}
+    unsupported_dtypes = dtypes - {torch.float32, torch.bfloat16, torch.float16}
+    if unsupported_dtypes:
+        raise UnsupportedModel(f"{name}: expected K/V of float32, bfloat16 or float16, got {unsupported_dtypes.pop()}")
+    are_latent = {kv.value_dim is None for kv in layers}
     if len(dtypes) > 1 or len(are_latent) > 1:
         raise UnsupportedModel(f"{name}: expected K/V of one dtype, in all layers or in none as latents, got several")
-    for stored in layers:
-        if stored.value_dim not in (None, stored.head_dim):
+    for kv in layers:
+        if kv.value_dim not in (None, kv.head_dim):
             raise UnsupportedModel(
-                f"{name}: expected keys and values of one size, got {stored.head_dim} and {stored.value_dim} numbers"
+                f"{name}: expected keys and values of one size, got {kv.head_dim} and {kv.value_dim} numbers"
             )
-    heads = [KVHeads(stored.num_kv_heads, stored.head_dim) for stored in layers]
+    heads = [KVHeads(kv.num_kv_heads, kv.head_dim) for kv in layers]
     return KVShape.of_layers(heads, dtypes.pop(), is_latent=are_latent.pop())

@@ -37,7 +37,7 @@ class TorchKernels:
         self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
     ) -> torch.Tensor:
         """Compute `reference.paged_attention`; see `radixkv.kernels.cpu.attention`."""
-        plans = next((plans for planned, plans in self._plans if planned is batch), None)
+        plans = next((plans_of_batch for planned, plans_of_batch in self._plans if planned is batch), None)
         if plans is None:
             plans = {}
             self._plans.append((batch, plans))

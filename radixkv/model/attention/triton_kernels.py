@@ -108,7 +108,8 @@ class TritonKernels:
         """Compute `reference.paged_attention`. The plan is made in the first of the layers that share it."""
         if batch is not self._batch:
             self.use_plans(batch, {})
-        num_query_heads, window = key = PlanKey(query.shape[1], scoring.window)
+        num_query_heads, window = query.shape[1], scoring.window
+        key = PlanKey(num_query_heads, window)
         if key not in self._plans:
             tile_rows = self.tile_rows_for(batch, num_query_heads // pool.num_kv_heads, query.dtype, window)
             self._plans[key] = self.plan(
@@ -119,7 +120,6 @@ class TritonKernels:
         if dequantize_plan is not None:
             pool = dequantize_blocks(pool, layer, dequantize_plan.block_ids, query.dtype)
             layer, batch = 0, dequantize_plan.batch
-        shape = (query.dtype, pool.dtype, pool.head_dim, pool.block_size, plan.tile_rows)
         return attention.paged_attention(
             query,
             pool,
@@ -127,24 +127,25 @@ class TritonKernels:
             batch,
             plan,
             scoring,
-            is_specialized=self._is_specialized and supports(*shape),
+            is_specialized=self._is_specialized
+            and supports(query.dtype, pool.dtype, pool.head_dim, pool.block_size, plan.tile_rows),
         )
 
     def tile_rows(self, max_rows: int, dtype: torch.dtype) -> int:
-        """Rows of the tiles for a batch whose longest request has `max_rows` packed rows."""
+        """Return the number of rows of the tiles for a batch whose longest request has `max_rows` packed rows."""
         if not self.is_exact:
             return fitting_tile_rows(max_rows, dtype)
         # Chosen for long suffixes, since attention of short ones is bound by memory anyway.
         return 16 if dtype == torch.float32 else 128
 
     def tile_rows_for(self, batch: PagedBatch, group_size: int, dtype: torch.dtype, window: int | None) -> int:
-        """Rows of the tiles that are best for a batch, including rows of requests that share K/V."""
+        """Return the best number of rows of the tiles for a batch, including rows of requests that share K/V."""
         if self.is_exact or not self._joins:
             return self.tile_rows(group_size * batch.max_query_len, dtype)
         return tile_rows_for(batch, group_size, dtype, window)
 
     def max_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
-        """Maximum number of partial results of one KV head in a plan whose splits are chosen for the batch."""
+        """Return the maximum number of partial results of a KV head in a plan whose splits are chosen for the batch."""
         return self._capacity.max_partials(num_requests, num_kv_heads, tile_rows)
 
     def plan(
@@ -193,7 +194,7 @@ class TritonKernels:
 
 
 def candidates(
-    use: AttentionUse, capability: tuple[int, int], num_multiprocessors: int = 132
+    use: AttentionUse, capability: tuple[int, int], num_multiprocessors: int = HOPPER.num_multiprocessors
 ) -> dict[str, TritonKernels]:
     """List the kernels that are worth a trial on a GPU.
 

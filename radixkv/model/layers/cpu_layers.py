@@ -36,7 +36,7 @@ from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import kv_layer_of
 from radixkv.model.attention.interface import AttentionCall
 from radixkv.model.layers.fused_attention import FusedAttention, has_only_step, rotate_heads
-from radixkv.model.layers.gated_mlp import GatedMLP, is_gated, is_joined, try_mlp
+from radixkv.model.layers.gated_mlp import GatedMLP, has_fusible_gate, is_joined, try_mlp
 from radixkv.model.layers.native_layers import NativeLayerCall, layer_in_one_call, try_decoder
 from radixkv.model.layers.packed_linear import PackedLinear, PackedSlice
 from radixkv.model.layers.quantized_embedding import QuantizedEmbedding
@@ -56,7 +56,7 @@ from radixkv.model.layers.replaced_parts import (
 from radixkv.model.refusals import reason_of
 
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
+_HEAD_NORMS = ("q_norm", "k_norm")  # in the order of `FusedAttention.norms`
 _DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 
 
@@ -84,17 +84,18 @@ class FusedCpuLayers(ReplacedParts):
         self._mlps: dict[nn.Module, GatedMLP] = {}
         self._attentions: dict[nn.Module, FusedAttention] = {}
         self._layers: set[nn.Module] = set()
-        self._in_one_call: dict[nn.Module, NativeLayerCall] = {}  # of layers
+        self._native_calls: dict[nn.Module, NativeLayerCall] = {}  # of layers whose parts are all in C++
         self._uses_torch_norms = library is None
         self._tried_gates: set[tuple[int, int]] = set()  # (in_features, out_features) of the gates that were compared
-        super().__init__(module, self._known_forward)
+        super().__init__(module, self._try_part)
         self.is_invariant_for_one_row = (
             not self._uses_torch_norms
-            and all(part in self._norms or _passes_rows_on(part) for part in _outside(module, self._layers))
+            and all(part in self._norms or _keeps_rows_separate(part) for part in _parts_outside(module, self._layers))
             and not any(_row_counts(part) for part in module.modules())
         )
 
-    def _known_forward(self, part: Any) -> Forward | None:
+    def _try_part(self, part: Any) -> Forward | None:
+        """Return the replacement of a part's forward pass; see `known_forward` in `ReplacedParts`."""
         if "forward" in vars(part):  # another library has replaced it
             return None
         children = dict(part.named_children())
@@ -104,7 +105,7 @@ class FusedCpuLayers(ReplacedParts):
                     self._norms[part] = self._try_norm(part)
                     return partial(_rows_forward, hooks=(), replacement=self._norms[part])
                 if children.keys() == MLP_PARTS and (
-                    is_joined(part.gate_proj, part.up_proj, last=part.down_proj) or is_gated(part)
+                    is_joined(part.gate_proj, part.up_proj, last=part.down_proj) or has_fusible_gate(part)
                 ):
                     self._mlps[part] = self._try_mlp(part)
                     return partial(_rows_forward, hooks=hooks_of(children.values()), replacement=self._mlps[part])
@@ -115,12 +116,12 @@ class FusedCpuLayers(ReplacedParts):
                     return partial(
                         _attention_forward, hooks=hooks_of(children.values()), attention=self._attentions[part]
                     )
-                if children.keys() == LAYER_PARTS and self._knows(children):
+                if children.keys() == LAYER_PARTS and self._has_known_parts(children):
                     forward = self._try_layer(part)
                     self._layers.add(part)
                     return forward
-                if children.keys() == _DECODER_PARTS and self._in_one_call.keys() >= {*part.layers}:
-                    return try_decoder(part, [self._in_one_call[layer] for layer in part.layers])
+                if children.keys() == _DECODER_PARTS and self._native_calls.keys() >= {*part.layers}:
+                    return try_decoder(part, [self._native_calls[layer] for layer in part.layers])
         except Refused:
             raise
         except Exception as error:  # a module with another signature may raise anything
@@ -143,56 +144,55 @@ class FusedCpuLayers(ReplacedParts):
 
     def _try_mlp(self, mlp: Any) -> GatedMLP:
         native_gate = None if self._native is None else self._native.gate
-        return try_mlp(mlp, self._dtype, is_exact=self._is_exact, gates=self._tried_gates, native_gate=native_gate)
+        return try_mlp(
+            mlp, self._dtype, is_exact=self._is_exact, tried_gates=self._tried_gates, native_gate=native_gate
+        )
 
     def _try_attention(self, module: Any) -> FusedAttention:
-        steps = _RecordingStep(), _RecordingStep()
+        original_step, fused_step = _RecordingStep(), _RecordingStep()
         simplified = with_replaced_children(module, {"o_proj": lambda rows: rows})
-        size = module.head_dim
-        norms = tuple(
-            self._norms[getattr(module, name)] for name in sorted(_HEAD_NORMS, reverse=True) if hasattr(module, name)
-        )
+        head_dim = module.head_dim
+        norms = tuple(self._norms[getattr(module, name)] for name in _HEAD_NORMS if hasattr(module, name))
         if len(norms) == 1:
             raise Refused("it normalizes only one of queries and keys")
         layer_idx = kv_layer_of(module)
         embeddings_by_length: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # cosines and sines
 
         def arguments_for(rows: torch.Tensor) -> dict[str, Any]:
-            angles = torch.randn(1, rows.shape[1], size, generator=torch.Generator().manual_seed(rows.shape[1]))
+            angles = torch.randn(1, rows.shape[1], head_dim, generator=torch.Generator().manual_seed(rows.shape[1]))
             embeddings = embeddings_by_length.setdefault(rows.shape[1], (angles.cos().to(rows), angles.sin().to(rows)))
             return {"position_embeddings": embeddings, "attention_mask": None}
 
         def original(rows: torch.Tensor) -> torch.Tensor:
-            output, _ = simplified.forward(rows, **arguments_for(rows), radix_step=steps[0])
-            return torch.cat((output, *steps[0].recorded), -1)
+            output, _ = simplified.forward(rows, **arguments_for(rows), radix_step=original_step)
+            return torch.cat((output, *original_step.recorded), -1)
 
         def fused(rows: torch.Tensor) -> torch.Tensor:
             attention = make_attention(lambda rows: rows)
-            output = attention(rows, arguments_for(rows)["position_embeddings"], steps[1])
-            return torch.cat((output, *steps[1].recorded), -1)
+            output = attention(rows, arguments_for(rows)["position_embeddings"], fused_step)
+            return torch.cat((output, *fused_step.recorded), -1)
 
-        def make_attention(down: RowFunction) -> FusedAttention:
-            assert steps[0].scoring is not None, "the module has run first"
-            first: PackedSlice = module.q_proj
+        def make_attention(project_output: RowFunction) -> FusedAttention:
+            assert original_step.scoring is not None, "the module has run first"
+            queries: PackedSlice = module.q_proj
             return FusedAttention(
                 layer=layer_idx,
-                qkv=first.joined.matmul,
-                num_query_heads=first.end // size,
-                num_kv_heads=module.k_proj.out_features // size,
-                head_dim=size,
+                qkv=queries.joined.matmul,
+                num_query_heads=queries.end // head_dim,
+                num_kv_heads=module.k_proj.out_features // head_dim,
+                head_dim=head_dim,
                 norms=norms,
                 rotate=rotate_heads if self._native is None else self._native.rotate,
-                down=down,
-                scoring=steps[0].scoring,
+                project_output=project_output,
+                scoring=original_step.scoring,
             )
 
         like = torch.empty(module.q_proj.in_features, dtype=self._dtype)
-        require(
-            agree(original, fused, like) and steps[0].scoring == steps[1].scoring and steps[0].layers == {layer_idx}
-        )
+        require(agree(original, fused, like))
+        require(original_step.scoring == fused_step.scoring and original_step.layers == {layer_idx})
         return make_attention(module.o_proj.matmul)
 
-    def _knows(self, children: dict[str, nn.Module]) -> bool:
+    def _has_known_parts(self, children: dict[str, nn.Module]) -> bool:
         return (
             children["input_layernorm"] in self._norms
             and children["post_attention_layernorm"] in self._norms
@@ -201,32 +201,37 @@ class FusedCpuLayers(ReplacedParts):
         )
 
     def _try_layer(self, layer: Any) -> Forward:
-        first, second = self._norms[layer.input_layernorm], self._norms[layer.post_attention_layernorm]
+        attention_norm, mlp_norm = self._norms[layer.input_layernorm], self._norms[layer.post_attention_layernorm]
 
+        # In the trial, attention and MLP are functions that only permute and scale numbers, so that only the norms and
+        # the residual sums are compared.
         def attend(hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
             return hidden_states.roll(1, -1) / 2, None
 
         simplified = with_replaced_children(layer, {"self_attn": attend, "mlp": lambda rows: rows.flip(-1) / 4})
 
         def fused(rows: torch.Tensor) -> torch.Tensor:
-            return _residual_layer(rows, first, lambda rows: attend(rows)[0], second, lambda rows: rows.flip(-1) / 4)
+            return _residual_layer(
+                rows, attention_norm, lambda rows: attend(rows)[0], mlp_norm, lambda rows: rows.flip(-1) / 4
+            )
 
         original = partial(simplified.forward, position_embeddings=None, attention_mask=None)
         require(agree(original, fused, layer.post_attention_layernorm.weight))
-        attention, mlp, in_one_call = self._attentions[layer.self_attn], self._mlps[layer.mlp], None
+        attention, mlp = self._attentions[layer.self_attn], self._mlps[layer.mlp]
+        native_call = None
         if self._library is not None and self._native is not None:
-            in_one_call = layer_in_one_call(self._library, self._native, (first, second), attention, mlp)
-            if in_one_call is not None:
-                self._in_one_call[layer] = in_one_call
+            native_call = layer_in_one_call(self._library, self._native, (attention_norm, mlp_norm), attention, mlp)
+            if native_call is not None:
+                self._native_calls[layer] = native_call
         hooks = hooks_of(part for part in layer.modules() if part is not layer)
         return partial(
             _layer_forward,
             hooks=hooks,
-            first=first,
+            attention_norm=attention_norm,
             attention=attention,
-            second=second,
+            mlp_norm=mlp_norm,
             mlp=mlp,
-            in_one_call=in_one_call,
+            native_call=native_call,
         )
 
 
@@ -247,15 +252,15 @@ class _RecordingStep:
         return query.flip(-1)
 
 
-def _outside(part: nn.Module, layers: Set[nn.Module]) -> Iterator[nn.Module]:
+def _parts_outside(part: nn.Module, layers: Set[nn.Module]) -> Iterator[nn.Module]:
     """Yield the parts of a model, including the model itself, that are not inside these layers."""
     if part not in layers:
         yield part
         for child in part.children():
-            yield from _outside(child, layers)
+            yield from _parts_outside(child, layers)
 
 
-def _passes_rows_on(part: nn.Module) -> bool:
+def _keeps_rows_separate(part: nn.Module) -> bool:
     """Whether the class of a part does nothing but select rows, apply functions to single rows, and call children."""
     is_known = isinstance(part, PreTrainedModel | nn.ModuleList | nn.Embedding | QuantizedEmbedding | PackedLinear)
     return is_known or type(part).__name__.endswith("RotaryEmbedding")
@@ -296,28 +301,30 @@ def _layer_forward(
     hidden_states: torch.Tensor,
     *args: Any,
     hooks: Sequence[Mapping[int, object]],
-    first: RowFunction,
+    attention_norm: RowFunction,
     attention: FusedAttention,
-    second: RowFunction,
+    mlp_norm: RowFunction,
     mlp: RowFunction,
-    in_one_call: NativeLayerCall | None,
+    native_call: NativeLayerCall | None,
     **kwargs: Any,
 ) -> Any:
     with torch._C.DisableTorchFunction():
         if not (args or any(hooks)) and _is_called_as_in_trial(hidden_states, kwargs, attention):
             embeddings, step = kwargs["position_embeddings"], kwargs["radix_step"]
-            layered = None if in_one_call is None else in_one_call(hidden_states, embeddings, step)
-            if layered is not None:
-                return layered
-            return _residual_layer(hidden_states, first, lambda rows: attention(rows, embeddings, step), second, mlp)
+            output = None if native_call is None else native_call(hidden_states, embeddings, step)
+            if output is not None:
+                return output
+            return _residual_layer(
+                hidden_states, attention_norm, lambda rows: attention(rows, embeddings, step), mlp_norm, mlp
+            )
     return type(layer).forward(layer, hidden_states, *args, **kwargs)
 
 
 def _residual_layer(
-    rows: torch.Tensor, first: RowFunction, attend: RowFunction, second: RowFunction, mlp: RowFunction
+    rows: torch.Tensor, attention_norm: RowFunction, attend: RowFunction, mlp_norm: RowFunction, mlp: RowFunction
 ) -> torch.Tensor:
-    rows = rows + attend(first(rows))
-    return rows + mlp(second(rows))
+    rows = rows + attend(attention_norm(rows))
+    return rows + mlp(mlp_norm(rows))
 
 
 def _is_called_as_in_trial(rows: torch.Tensor, kwargs: dict[str, Any], attention: FusedAttention) -> bool:

@@ -12,8 +12,8 @@ from radixkv.kernels.cpu.row_tiles import RowFunction
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionCall, AttentionStep
 
-# Names of the keyword for the cache: since transformers 5.24, and before it.
-_CACHES = ("cache", "past_key_values")
+# The keyword for transformers' own cache: since version 5.24 of transformers, and in earlier versions.
+_CACHE_KEYWORDS = ("cache", "past_key_values")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class FusedAttention:
 
     Attributes:
         layer: index of the layer among those with K and V.
-        qkv: computes queries, keys and values.
-        num_query_heads, num_kv_heads, head_dim: the shape.
+        qkv: computes the concatenated queries, keys and values of each row.
+        num_query_heads, num_kv_heads, head_dim: the number of heads, and the elements of each.
         norms: the norms of queries and of keys; empty if there are none.
         rotate: rotates heads `[num_tokens, num_heads, head_dim]`, given cosines and sines `[num_tokens, head_dim]`,
             contiguous and in the same dtype.
-        down: the output projection.
+        project_output: the output projection.
         scoring: see `AttentionCall`.
     """
 
@@ -38,14 +38,14 @@ class FusedAttention:
     head_dim: int
     norms: tuple[RowFunction, ...]
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    down: RowFunction
+    project_output: RowFunction
     scoring: Scoring
 
     def accepts(self, rows: torch.Tensor, position_embeddings: Iterable[torch.Tensor]) -> bool:
         """Whether cosines and sines cover whole heads, are contiguous, and have the dtype of the rows.
 
         OLMo's cosines and sines are always in float32, so that the products of the rotation are added before they are
-        rounded. In other dtypes, transformers therefore computes the attention of OLMo.
+        rounded. If the rows have another dtype, transformers therefore computes the attention of OLMo.
         """
         shape = (1, rows.shape[1], self.head_dim)
         return all(
@@ -66,10 +66,10 @@ class FusedAttention:
             query, key = (norm(each) for norm, each in zip(self.norms, (query, key), strict=True))
             query, key = self.rotate(query, cos, sin), self.rotate(key, cos, sin)
         else:
-            both = self.rotate(heads[:, :num_rotated], cos, sin)
-            query, key = both[:, : self.num_query_heads], both[:, self.num_query_heads :]
+            rotated = self.rotate(heads[:, :num_rotated], cos, sin)
+            query, key = rotated[:, : self.num_query_heads], rotated[:, self.num_query_heads :]
         attended = step.attend(AttentionCall(self.layer, query, key, value, self.scoring))
-        return self.down(attended.reshape(1, num_tokens, -1))
+        return self.project_output(attended.reshape(1, num_tokens, -1))
 
 
 def rotate_heads(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -82,5 +82,5 @@ def rotate_heads(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 def has_only_step(kwargs: Mapping[str, Any]) -> bool:
     """Whether a layer gets a step, and neither a mask nor a cache."""
-    has_others = any(kwargs.get(name) is not None for name in ("attention_mask", *_CACHES))
-    return kwargs.get("radix_step") is not None and not has_others
+    has_mask_or_cache = any(kwargs.get(name) is not None for name in ("attention_mask", *_CACHE_KEYWORDS))
+    return kwargs.get("radix_step") is not None and not has_mask_or_cache

@@ -37,7 +37,7 @@ class GatedMLP:
 
     Attributes:
         gate: the matmul of the gate projection, merged with the up projection if `up` is None.
-        up: the matmul of the up projection, if the library fuses it with the gate.
+        up: the matmul of the up projection, if the library fuses it with the gate; otherwise None.
         gate_rows: takes rows of the merged output, and returns `act(gate) * up`.
         down: the matmul of the down projection.
     """
@@ -49,7 +49,9 @@ class GatedMLP:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Apply the MLP to rows."""
-        return self.down(self.gate_rows(self.gate(rows)) if self.up is None else self.gate.gate(rows, self.up))
+        if self.up is None:
+            return self.down(self.gate_rows(self.gate(rows)))
+        return self.down(self.gate.gate(rows, self.up))
 
 
 def is_joined(*layers: nn.Module, last: nn.Module) -> bool:
@@ -59,7 +61,7 @@ def is_joined(*layers: nn.Module, last: nn.Module) -> bool:
     return len({id(layer.joined) for layer in layers}) == 1
 
 
-def is_gated(mlp: Any) -> bool:
+def has_fusible_gate(mlp: Any) -> bool:
     """Whether a library fuses SiLU into the gate's matmul, and the multiplication into the up projection's matmul."""
     layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     return (
@@ -75,16 +77,17 @@ def try_mlp(
     dtype: torch.dtype,
     *,
     is_exact: bool,
-    gates: set[tuple[int, int]],
+    tried_gates: set[tuple[int, int]],
     native_gate: RowFunction | None = None,
 ) -> GatedMLP:
-    """Return a fused function of rows for an MLP that `is_joined` or `is_gated`, after checking it.
+    """Return a fused function of rows for an MLP that `is_joined` or `has_fusible_gate`, after checking it.
 
     Args:
         mlp: the module.
         dtype: dtype of its rows.
         is_exact: whether results must be batch-invariant.
-        gates: `(in_features, out_features)` of the fused gates that were checked before. A newly checked one is added.
+        tried_gates: `(in_features, out_features)` of the fused gates that were checked before. A newly checked one is
+            added.
         native_gate: SiLU of the first half of a row times the second half, in C++; None if there is none.
 
     Raises:
@@ -98,24 +101,24 @@ def try_mlp(
     )
     gate_rows = native_gate if native_gate and type(mlp.act_fn) in SILU else partial(_gate_rows, act=act)
 
-    def joined(rows: torch.Tensor) -> torch.Tensor:
+    def fused(rows: torch.Tensor) -> torch.Tensor:
         return gate_rows(torch.cat((rows, rows.flip(-1)), -1))
 
-    require(agree(simplified.forward, joined, torch.empty(mlp.down_proj.in_features, dtype=dtype)))
-    if not is_gated(mlp):
+    require(agree(simplified.forward, fused, torch.empty(mlp.down_proj.in_features, dtype=dtype)))
+    if not has_fusible_gate(mlp):
         return GatedMLP(mlp.gate_proj.joined.matmul, None, gate_rows, mlp.down_proj.matmul)
     gate, up = mlp.gate_proj.matmul, mlp.up_proj.matmul
     shape = (gate.in_features, gate.out_features)
-    if shape not in gates:
+    if shape not in tried_gates:
         _try_gate(gate, up)
-        gates.add(shape)
+        tried_gates.add(shape)
     return GatedMLP(gate, up, gate_rows, mlp.down_proj.matmul)
 
 
 def _try_gate(gate: Matmul, up: Matmul) -> None:
     """Raise `Refused` unless the fused gate is accurate, and bitwise identical for all allowed row counts."""
-    counts = gate.row_counts or (1, _GATED_ROWS)
-    rows = torch.randn(max(counts), gate.in_features, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    row_counts = gate.row_counts or (1, _GATED_ROWS)
+    rows = torch.randn(max(row_counts), gate.in_features, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     whole = gate.gate(rows, up)
     expected = nn.functional.silu(gate(rows).float()) * up(rows).float()
     bound = _ROUNDINGS * torch.finfo(rows.dtype).eps * expected.abs().amax(-1, keepdim=True)
@@ -125,6 +128,6 @@ def _try_gate(gate: Matmul, up: Matmul) -> None:
         require(torch.equal(gate.gate(rows[-count:], up), whole[-count:]))
 
 
-def _gate_rows(both: torch.Tensor, act: RowFunction) -> torch.Tensor:
-    width = both.shape[-1] // 2
-    return act(both[..., :width]).mul_(both[..., width:])
+def _gate_rows(gate_and_up: torch.Tensor, act: RowFunction) -> torch.Tensor:
+    width = gate_and_up.shape[-1] // 2
+    return act(gate_and_up[..., :width]).mul_(gate_and_up[..., width:])

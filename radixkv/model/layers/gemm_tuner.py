@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 _FILE = "gemms.json"
 _LOCK = "gemms.lock"  # held while the file is read and replaced
-_MAX_FILE_BYTES = 2**20  # the entry of a shape takes about 400
+_MAX_FILE_BYTES = 2**20  # the entry of a shape takes about 400 bytes
 # Prefixes of environment variables that affect the results of libraries.
 _ENVIRONMENT = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_")
 
@@ -61,7 +61,7 @@ class TrialBudget:
     def __init__(self, budget_s: float = TRIAL_BUDGET_S, report: Report = report_nothing) -> None:
         self.report = report
         self._budget_s = budget_s
-        self._left_s = 0.0  # granted time that was not used
+        self._unused_s = 0.0  # granted time that was not used
 
     def grant(self, share: float) -> float:
         """Return the seconds that the trial of the next shape may take.
@@ -69,12 +69,12 @@ class TrialBudget:
         Args:
             share: the share of the model's weights that have this shape, 0 to 1.
         """
-        self._left_s += share * self._budget_s
-        return self._left_s
+        self._unused_s += share * self._budget_s
+        return self._unused_s
 
     def spend(self, seconds: float) -> None:
         """Subtract the time of a trial. If it took more than was granted, other shapes still get their own share."""
-        self._left_s = max(0.0, self._left_s - seconds)
+        self._unused_s = max(0.0, self._unused_s - seconds)
 
 
 class GemmTuner:
@@ -104,8 +104,8 @@ class GemmTuner:
         self._weights = weights
         self._budget = budget
         self._file = (directory or cache_directory()) / _FILE
-        self._known: dict[str, GemmChoice | None] = {}
-        self._remembered = self._read()
+        self._choices: dict[str, GemmChoice | None] = {}
+        self._entries = self._read()  # of the file when the tuner was created
         self._has_announced = False  # whether the log says that trials take time
 
     def choose(
@@ -121,8 +121,8 @@ class GemmTuner:
     ) -> GemmChoice | None:
         """Return the GEMM backend for weights of this shape, dtype and strides.
 
-        The trial of a shape that is not remembered may take its share of the budget; `choose_gemm` documents what is
-        chosen at this limit. Every choice of a trial is remembered, so that later starts compute the same bits.
+        The trial of a shape that is not in the file may take its share of the budget; `choose_gemm` documents what is
+        chosen at this limit. Every choice of a trial is kept in the file, so that later starts compute the same bits.
 
         Args:
             weight: `[out_features, in_features]` on a CPU.
@@ -141,25 +141,25 @@ class GemmTuner:
         if backends[0] in QUANTIZED_BITS:  # the configured format, which is batch-invariant
             return GemmChoice(backends[0])
         key = self._key(weight, bias, backends, max_rows)
-        if key not in self._known:
+        if key not in self._choices:
             limit_s = math.inf if self._budget is None else self._budget.grant(share)
-            choice = _parse_entry(self._remembered.get(key), backends, is_exact=self._is_exact)
+            choice = _parse_entry(self._entries.get(key), backends, is_exact=self._is_exact)
             if choice is None:
                 choice = self._try(weight, bias, backends, max_rows, limit_s)
                 if choice is not None:
                     choice = self._record(key, choice, backends)
-            self._known[key] = choice
-        return self._known[key]
+            self._choices[key] = choice
+        return self._choices[key]
 
     def _candidates(self, weight: torch.Tensor, is_head: bool, stored: str | None) -> tuple[str, ...]:
-        name = self._weights
-        if name == "auto" and stored is not None:
-            name = stored
-        elif name == "q4" and is_head:
-            name = "q8"
-        if name in QUANTIZED_BITS and gemm.multiplies_quantized(weight):
-            return (name,)
-        return ("int8",) if name == "int8" else gemm_backends(weight)
+        weights_format = self._weights
+        if weights_format == "auto" and stored is not None:
+            weights_format = stored
+        elif weights_format == "q4" and is_head:
+            weights_format = "q8"
+        if weights_format in QUANTIZED_BITS and gemm.multiplies_quantized(weight):
+            return (weights_format,)
+        return ("int8",) if weights_format == "int8" else gemm_backends(weight)
 
     def _try(
         self, weight: torch.Tensor, bias: torch.Tensor | None, backends: tuple[str, ...], max_rows: int, limit_s: float
@@ -191,21 +191,21 @@ class GemmTuner:
         has_bias = "" if bias is None else "+bias"
         shape = f"{tuple(weight.shape)}{weight.stride()}{has_bias} {weight.dtype}"
         threads = torch.get_num_threads()
-        return f"{_machine()} {threads} threads {mode} {shape} {max_rows} rows {','.join(backends)}"
+        return f"{_machine_digest()} {threads} threads {mode} {shape} {max_rows} rows {','.join(backends)}"
 
     def _read(self) -> dict[str, Any]:
         try:
             if self._file.stat().st_size > _MAX_FILE_BYTES:
                 raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
-            tree = json.loads(self._file.read_text(encoding="utf-8"))
-            if not isinstance(tree, dict):
+            entries = json.loads(self._file.read_text(encoding="utf-8"))
+            if not isinstance(entries, dict):
                 raise ValueError("it holds no object")
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
             _log.info("%s can't be read, so matmuls are tried again: %s", self._file, error)
             return {}
-        return tree
+        return entries
 
     def _record(self, key: str, choice: GemmChoice, backends: tuple[str, ...]) -> GemmChoice:
         """Add a choice to the file and return it, or return the choice that another process has added first.
@@ -217,21 +217,23 @@ class GemmTuner:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with (self._file.parent / _LOCK).open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
-                tree = self._read()
-                first = _parse_entry(tree.get(key), backends, is_exact=self._is_exact)
-                if first is not None:
-                    return first
-                self._write({**tree, key: {"backend": choice.backend, "costs": [list(pair) for pair in choice.costs]}})
+                entries = self._read()
+                earlier_choice = _parse_entry(entries.get(key), backends, is_exact=self._is_exact)
+                if earlier_choice is not None:
+                    return earlier_choice
+                self._write(
+                    {**entries, key: {"backend": choice.backend, "costs": [list(pair) for pair in choice.costs]}}
+                )
         except OSError as error:
             _log.info("%s can't be written, so the next start tries matmuls again: %s", self._file, error)
         return choice
 
-    def _write(self, tree: dict[str, Any]) -> None:
+    def _write(self, entries: dict[str, Any]) -> None:
         """Replace the file atomically."""
         with tempfile.TemporaryDirectory(dir=self._file.parent) as directory:
-            written = Path(directory) / _FILE
-            written.write_text(json.dumps(tree, indent=1), encoding="utf-8")
-            written.replace(self._file)
+            new_file = Path(directory) / _FILE
+            new_file.write_text(json.dumps(entries, indent=1), encoding="utf-8")
+            new_file.replace(self._file)
 
 
 def _parse_entry(entry: Any, backends: tuple[str, ...], *, is_exact: bool) -> GemmChoice | None:
@@ -241,21 +243,20 @@ def _parse_entry(entry: Any, backends: tuple[str, ...], *, is_exact: bool) -> Ge
         costs = tuple((int(size), float(cost_s)) for size, cost_s in entry["costs"])
     except (TypeError, KeyError, ValueError, OverflowError):
         return None
-    are_costs = all(size in SIZES and 0 < cost_s < math.inf for size, cost_s in costs)
-    is_known = backend in backends and backend in GEMM_BACKENDS and are_costs
-    if not is_known:
+    are_costs_valid = all(size in SIZES and 0 < cost_s < math.inf for size, cost_s in costs)
+    if backend not in backends or backend not in GEMM_BACKENDS or not are_costs_valid:
         return None
     needs_costs = is_exact and not GEMM_BACKENDS[backend].is_batch_invariant
     return GemmChoice(backend, costs) if bool(costs) == needs_costs else None
 
 
 @cache
-def _machine() -> str:
-    """Digest of what affects trials besides shapes and threads: processor, libraries, settings and C++ sources."""
+def _machine_digest() -> str:
+    """Return a digest of what else affects trials: processor, libraries, settings and C++ sources."""
     settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))
-    parts = (
+    facts = (
         *(platform.machine(), platform.processor(), *processor_facts(), *settings),
         *(torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(), f"{SIZES} {HEAD_START}"),
         *map(digest_of, VARIANTS),
     )
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]

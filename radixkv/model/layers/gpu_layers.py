@@ -40,7 +40,7 @@ from radixkv.model.layers.replaced_parts import (
 from radixkv.model.refusals import reason_of
 
 # Keywords that models pass to a layer for its attention.
-_PASSED_ON = ("position_embeddings", "attention_mask", "position_ids", "radix_step")
+_ATTENTION_KEYWORDS = ("position_embeddings", "attention_mask", "position_ids", "radix_step")
 
 
 class FusedGpuLayers(ReplacedParts):
@@ -55,9 +55,9 @@ class FusedGpuLayers(ReplacedParts):
         self._dtype = next(module.parameters()).dtype
         self._is_exact = is_exact
         self._styles: dict[nn.Module, NormStyle] = {}  # of the norms that passed their trial
-        super().__init__(module, self._fused_forward)
+        super().__init__(module, self._try_part)
 
-    def _fused_forward(self, part: Any) -> Forward | None:
+    def _try_part(self, part: Any) -> Forward | None:
         """Return the replacement of a part's forward method, with the part as first argument; None for unknown parts.
 
         Raises:
@@ -103,7 +103,7 @@ class FusedGpuLayers(ReplacedParts):
 
     def _try_layer(self, layer: Any, forward: Forward) -> None:
         """Try a layer, and check that it passes its keywords on to the attention."""
-        passed_on = {name: object() for name in _PASSED_ON}
+        passed_on = {name: object() for name in _ATTENTION_KEYWORDS}
         was_passed_on: list[bool] = []
 
         def attend(hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:

@@ -32,7 +32,7 @@ class NativeLayerCall:
     """Consecutive decoder layers whose parts are all in C++.
 
     Args:
-        library: from `load_library`.
+        library: the C++ kernels; see `load_library`.
         parts: the norms and matmuls of each layer.
         attentions: the attention of each layer, alike in heads and scoring.
     """
@@ -89,7 +89,7 @@ def layer_in_one_call(
     """Return a layer that is computed by one call; None if a part is not in C++, or a norm covers several heads.
 
     Args:
-        library: from `load_library`.
+        library: the C++ kernels; see `load_library`.
         rows: the C++ functions of rows.
         norms: the norms before the attention and before the MLP.
         attention, mlp: the other parts.
@@ -97,19 +97,19 @@ def layer_in_one_call(
     if mlp.up is None and mlp.gate_rows != rows.gate:
         return None
     try:
-        first, second = map(_norm, norms)
-        heads_norms = [_head_norm(norm, attention.head_dim) for norm in attention.norms]
-        query, key = heads_norms or (None, None)
+        first, second = map(_require_native_norm, norms)
+        head_norms = [_require_head_norm(norm, attention.head_dim) for norm in attention.norms]
+        query, key = head_norms or (None, None)
         parts = LayerParts(
             first=first,
             second=second,
-            heads=_weights(attention.qkv),
+            heads=_require_native_weights(attention.qkv),
             query=query,
             key=key,
-            attended=_weights(attention.down),
-            gate=_weights(mlp.gate),
-            up=None if mlp.up is None else _weights(mlp.up),
-            down=_weights(mlp.down),
+            attended=_require_native_weights(attention.project_output),
+            gate=_require_native_weights(mlp.gate),
+            up=None if mlp.up is None else _require_native_weights(mlp.up),
+            down=_require_native_weights(mlp.down),
             num_query_heads=attention.num_query_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
@@ -119,20 +119,20 @@ def layer_in_one_call(
     return NativeLayerCall(library, [parts], [attention])
 
 
-def _norm(norm: RowFunction) -> NativeNorm:
+def _require_native_norm(norm: RowFunction) -> NativeNorm:
     if not isinstance(norm, NativeNorm):
         raise _NotInOneCall
     return norm
 
 
-def _head_norm(norm: RowFunction, head_dim: int) -> NativeNorm:
-    native = _norm(norm)
+def _require_head_norm(norm: RowFunction, head_dim: int) -> NativeNorm:
+    native = _require_native_norm(norm)
     if len(native.weight) != head_dim:  # OLMo 2 normalizes all heads of a token as one row
         raise _NotInOneCall
     return native
 
 
-def _weights(matmul: RowFunction) -> Weights:
+def _require_native_weights(matmul: RowFunction) -> Weights:
     weights = matmul.native_weights if isinstance(matmul, Matmul) else None
     if weights is None:
         raise _NotInOneCall
@@ -140,35 +140,36 @@ def _weights(matmul: RowFunction) -> Weights:
 
 
 def try_decoder(decoder: Any, calls: Sequence[NativeLayerCall]) -> Forward | None:
-    """Return the forward pass of a decoder that computes its layers in one call.
-
-    None if the decoder has a single layer, or its layers cannot be joined.
+    """Return the forward pass of a decoder that computes its layers in one call, after checking it.
 
     The trial replaces the layers, and checks what the decoder passes to them and what it does with their rows.
+
+    Returns:
+        The forward pass; None if the decoder has a single layer, or its layers cannot be joined.
 
     Raises:
         Refused: the decoder does something else than `_decoder_forward`.
     """
-    layers = NativeLayerCall.joined(calls) if len(calls) > 1 else None
-    before_last = None if layers is None else NativeLayerCall.joined(calls[:-1])
-    if layers is None or before_last is None:
+    all_layers = NativeLayerCall.joined(calls) if len(calls) > 1 else None
+    all_but_last = None if all_layers is None else NativeLayerCall.joined(calls[:-1])
+    if all_layers is None or all_but_last is None:
         return None
     step: Any = object()
-    passed = []
+    passed_kwargs = []  # to each layer
 
-    def changed(rows: torch.Tensor) -> torch.Tensor:
+    def permuted(rows: torch.Tensor) -> torch.Tensor:
         return rows.roll(1, -1) / 2
 
     def stand_in(hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        passed.append(kwargs)
-        return changed(hidden_states)
+        passed_kwargs.append(kwargs)
+        return permuted(hidden_states)
 
     def stand_in_for_all(rows: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor], _: AttentionStep) -> Any:
-        require(len(passed) == len(decoder.layers))
-        for kwargs in passed:
+        require(len(passed_kwargs) == len(decoder.layers))
+        for kwargs in passed_kwargs:
             require(has_only_step(kwargs) and kwargs["radix_step"] is step)
             require(all(map(torch.equal, kwargs["position_embeddings"], embeddings)))
-            rows = changed(rows)
+            rows = permuted(rows)
         return rows
 
     ids = torch.arange(_DECODER_TRIAL_TOKENS)[None]
@@ -179,12 +180,12 @@ def try_decoder(decoder: Any, calls: Sequence[NativeLayerCall]) -> Forward | Non
         each.forward = stand_in
     simplified._modules = {**decoder._modules, "layers": stand_ins}
     expected = simplified.forward(**arguments)
-    forward = partial(_decoder_forward, accepts=layers.accepts, before_last=before_last)
-    got = forward(decoder, hooks=(), last_hooks=(), layers=stand_in_for_all, **arguments)
+    forward = partial(_decoder_forward, accepts=all_layers.accepts, all_but_last=all_but_last)
+    got = forward(decoder, hooks=(), last_hooks=(), all_layers=stand_in_for_all, **arguments)
     require(type(expected) is type(got) and torch.equal(expected.last_hidden_state, got.last_hidden_state))
     last = decoder.layers[-1]
     hooks = hooks_of(part for part in decoder.modules() if part is not decoder and part is not last)
-    return partial(forward, hooks=hooks, last_hooks=hooks_of([last]), layers=layers)
+    return partial(forward, hooks=hooks, last_hooks=hooks_of([last]), all_layers=all_layers)
 
 
 def _decoder_forward(
@@ -192,26 +193,27 @@ def _decoder_forward(
     *args: Any,
     hooks: Sequence[Mapping[int, object]],
     last_hooks: Sequence[Mapping[int, object]],
-    layers: Callable[..., torch.Tensor | None],
-    before_last: Callable[..., torch.Tensor | None],
+    all_layers: Callable[..., torch.Tensor | None],
+    all_but_last: Callable[..., torch.Tensor | None],
     accepts: Callable[..., bool],
     input_ids: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     radix_step: AttentionStep | None = None,
     **kwargs: Any,
 ) -> Any:
-    is_known = not args and all(each is None or each is False for each in kwargs.values())
-    if is_known and input_ids is not None and position_ids is not None and not any(hooks):
+    has_only_known_arguments = not args and all(each is None or each is False for each in kwargs.values())
+    if has_only_known_arguments and input_ids is not None and position_ids is not None and not any(hooks):
         rows = decoder.embed_tokens(input_ids)
         embeddings = decoder.rotary_emb(rows, position_ids)
-        calls_last = any(last_hooks)  # such as that of `LastLayer`, which computes only some rows
-        in_one_call = before_last if calls_last else layers
+        # The last layer is called by itself if it has hooks, such as that of `LastLayer`.
+        calls_last = any(last_hooks)
+        native_call = all_but_last if calls_last else all_layers
         with torch._C.DisableTorchFunction():
-            layered = in_one_call(rows, embeddings, radix_step) if accepts(rows, embeddings) else None
-        if layered is not None:
+            output = native_call(rows, embeddings, radix_step) if accepts(rows, embeddings) else None
+        if output is not None:
             if calls_last:
-                layered = decoder.layers[-1](layered, position_embeddings=embeddings, radix_step=radix_step)
-            return BaseModelOutputWithPast(last_hidden_state=decoder.norm(layered))
+                output = decoder.layers[-1](output, position_embeddings=embeddings, radix_step=radix_step)
+            return BaseModelOutputWithPast(last_hidden_state=decoder.norm(output))
     kwargs |= {"input_ids": input_ids, "position_ids": position_ids}
     kwargs |= {} if radix_step is None else {"radix_step": radix_step}
     return type(decoder).forward(decoder, *args, **kwargs)

@@ -34,9 +34,9 @@ _log = logging.getLogger(__name__)
 # Maximum number of rows per call of the LM head: a step needs few logits.
 _LOGIT_ROWS = 64
 
-# Children of a part that read the same rows.
+# Names of children of a part that read the same rows, so that they can be merged.
 GATED = ("gate_proj", "up_proj")
-JOINS = (("q_proj", "k_proj", "v_proj"), GATED)
+MERGED = (("q_proj", "k_proj", "v_proj"), GATED)
 
 # Activations that a library computes together with the matmul.
 SILU = (nn.SiLU, SiLUActivation)
@@ -78,7 +78,7 @@ class Matmul:
         if not rows.numel():  # a step without logits
             return rows.new_empty(*rows.shape[:-1], self.out_features)
         with torch._C.DisableTorchFunction():  # in exact mode, the matmul is exact by itself
-            output = self._in_calls(self.one_call, rows)
+            output = self._in_calls(self.multiply_in_one_call, rows)
             if self.addition is not None:
                 self.addition(rows, output)
         return output
@@ -109,7 +109,7 @@ class Matmul:
         """Numbers of rows that calls may have; empty for any number."""
         return tuple(self.costs)
 
-    def one_call(self, rows: torch.Tensor) -> torch.Tensor:
+    def multiply_in_one_call(self, rows: torch.Tensor) -> torch.Tensor:
         """Compute rows from `aligned_rows` in one call. Their number must be one of `row_counts`, if there are any."""
         return self._multiply(rows, self._packed, self._bias)
 
@@ -204,20 +204,21 @@ class MergedMatmul:
 
     def __init__(self, matmul: Matmul | PlainMatmul) -> None:
         self.matmul = matmul
+        # The rows of the last call whose output is kept, and this output.
         self._rows: torch.Tensor | None = None
-        self._whole: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
 
     def features(self, rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
         """Return the output features `[start, end)` for rows `[..., in_features]`.
 
         The whole output is computed for the first slice and kept until the last one is taken.
         """
-        if self._rows is not rows or self._whole is None:
+        if self._rows is not rows or self._output is None:
             self._rows = rows
-            self._whole = self.matmul(rows)
-        features = self._whole[..., start:end]
+            self._output = self.matmul(rows)
+        features = self._output[..., start:end]
         if end == self.matmul.out_features:
-            self._rows = self._whole = None
+            self._rows = self._output = None
         return features
 
 
@@ -256,13 +257,13 @@ def pack_linears(module: PreTrainedModel, tuner: GemmTuner, *, may_gate: bool = 
         may_gate: whether a library may fuse the gate into the matmul. If so, adapters cannot add to either output.
     """
     head = module.get_output_embeddings()
-    packed: dict[nn.Module, nn.Module] = {}
-    counts: Counter[str] = Counter()
-    uses = Counter(id(child) for part in module.modules() for child in part.children())
+    packed: dict[nn.Module, nn.Module] = {}  # the replacements, by layer
+    counts: Counter[str] = Counter()  # layers by backend
+    num_uses = Counter(id(child) for part in module.modules() for child in part.children())
     shares = _Shares(module)
     for part in list(module.modules()):
         children = _replaceable_children(part)
-        for names, layers in _mergeable_layers(children, uses):
+        for names, layers in _mergeable_layers(children, num_uses):
             if (
                 may_gate
                 and names == GATED
@@ -270,16 +271,15 @@ def pack_linears(module: PreTrainedModel, tuner: GemmTuner, *, may_gate: bool = 
                 and _can_gate(layers, tuner, shares.of(part, layers))
             ):
                 continue
-            make = partial(_choose_matmul, tuner=tuner, counts=counts, share=shares.of(part, layers))
-            packed.update(zip(layers, _merge(layers, make), strict=False))
+            make_matmul = partial(_choose_matmul, tuner=tuner, counts=counts, share=shares.of(part, layers))
+            packed.update(zip(layers, _merge(layers, make_matmul), strict=False))  # no slices if they can't be merged
         for name, child in children.items():
             if child not in packed:
                 parameters = _parameters(child)
-                matmul = (
-                    None
-                    if parameters is None
-                    else _choose_matmul([parameters], tuner, counts, shares.of(part, [child]), is_head=child is head)
-                )
+                if parameters is None:
+                    continue
+                share = shares.of(part, [child])
+                matmul = _choose_matmul([parameters], tuner, counts, share, is_head=child is head)
                 if matmul is None:
                     continue
                 packed[child] = PackedLinear(matmul)
@@ -322,29 +322,30 @@ def merge_linears(module: PreTrainedModel) -> None:
         module: the model on its device, in evaluation mode.
     """
 
-    def make(parameters: Sequence[_Parameters]) -> PlainMatmul:
+    def make_matmul(parameters: Sequence[_Parameters]) -> PlainMatmul:
         biases = [each.bias for each in parameters if each.bias is not None]
         return PlainMatmul(torch.cat([each.weight for each in parameters]), torch.cat(biases) if biases else None)
 
-    uses = Counter(id(child) for part in module.modules() for child in part.children())
+    num_uses = Counter(id(child) for part in module.modules() for child in part.children())
     for part in list(module.modules()):
-        for names, layers in _mergeable_layers(_replaceable_children(part), uses):
-            for name, replacement in zip(names, _merge(layers, make), strict=False):
+        for names, layers in _mergeable_layers(_replaceable_children(part), num_uses):
+            for name, replacement in zip(names, _merge(layers, make_matmul), strict=False):
                 setattr(part, name, replacement)
 
 
 def _replaceable_children(part: nn.Module) -> dict[str, nn.Module]:
-    read = _weights_read_by(part.__class__.forward)
-    return {name: child for name, child in part.named_children() if name not in read}
+    """Return the children of a part, except those whose weight the part itself reads."""
+    names_read = _weights_read_by(part.__class__.forward)
+    return {name: child for name, child in part.named_children() if name not in names_read}
 
 
 def _mergeable_layers(
-    children: Mapping[str, nn.Module], uses: Mapping[int, int]
+    children: Mapping[str, nn.Module], num_uses: Mapping[int, int]
 ) -> Iterator[tuple[tuple[str, ...], list[nn.Module]]]:
     """Yield names and layers of the children that read the same rows, unless another part also uses one of them."""
-    for names in JOINS:
+    for names in MERGED:
         layers = [children[name] for name in names if name in children]
-        if len(layers) == len(names) and all(uses[id(layer)] == 1 for layer in layers):
+        if len(layers) == len(names) and all(num_uses[id(layer)] == 1 for layer in layers):
             yield names, layers
 
 
@@ -367,8 +368,8 @@ class _Shares:
 
 
 def _num_weights(layer: nn.Module) -> int:
-    known = _parameters(layer)
-    return 0 if known is None else known.weight.numel()
+    parameters = _parameters(layer)
+    return 0 if parameters is None else parameters.weight.numel()
 
 
 @cache
@@ -399,7 +400,7 @@ def _can_gate(layers: list[nn.Module], tuner: GemmTuner, share: float) -> bool:
 
 def _merge(
     layers: list[nn.Module],
-    make: Callable[[Sequence[_Parameters]], Matmul | PlainMatmul | None],
+    make_matmul: Callable[[Sequence[_Parameters]], Matmul | PlainMatmul | None],
 ) -> list[PackedSlice]:
     """Merge linear layers that read the same rows. Returns their replacements; an empty list if they can't be merged.
 
@@ -407,16 +408,17 @@ def _merge(
 
     Args:
         layers: at least two.
-        make: creates one matmul of their weights and biases, or returns None if it cannot.
+        make_matmul: creates one matmul of their weights and biases, or returns None if it cannot.
     """
     parameters = [_parameters(layer) for layer in layers]
     known = [each for each in parameters if each is not None]
     if len({each.stored_format for each in known}) > 1:
         known = [each.in_8_bits() for each in known]
+    # Weights and biases can be concatenated if they are alike in all of these.
     kinds = {(each.weight.shape[1], each.weight.dtype, each.bias is None, each.stored_format) for each in known}
     if len(known) < len(layers) or len(kinds) > 1:
         return []
-    matmul = make(known)
+    matmul = make_matmul(known)
     if matmul is None:
         return []
     joined = MergedMatmul(matmul)
@@ -425,7 +427,7 @@ def _merge(
 
 
 def _parameters(layer: nn.Module) -> _Parameters | None:
-    """Weight and bias of a layer that can be packed; None for a layer that must not be replaced."""
+    """Return weight and bias of a layer that can be packed; None for a layer that must not be replaced."""
     if type(layer) not in (nn.Linear, Conv1D) or has_hooks(layer) or "forward" in vars(layer):
         return None
     parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
@@ -449,14 +451,18 @@ def _choose_matmul(
     weights = [each.weight for each in parameters]
     biases = [each.bias for each in parameters if each.bias is not None]
     # The choice for concatenated weights depends only on their shape, so they need not be concatenated for it.
-    whole = weights[0] if len(weights) == 1 else weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
+    weight = weights[0]
+    if len(weights) > 1:
+        weight = weight.new_empty(sum(map(len, weights)), weight.shape[1])
     bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
     max_rows = _LOGIT_ROWS if is_head else SIZES[-1]
     choice = tuner.choose(
-        whole, bias, max_rows=max_rows, share=share, is_head=is_head, stored=parameters[0].stored_format
+        weight, bias, max_rows=max_rows, share=share, is_head=is_head, stored=parameters[0].stored_format
     )
     if choice is None:
         return None
     counts[choice.backend] += 1
-    is_as_stored = choice.backend == parameters[0].stored_format
-    return Matmul([each.stored if is_as_stored and each.stored else each.weight for each in parameters], bias, choice)
+    matmul_weights: list[torch.Tensor | QuantizedWeight] = [*weights]
+    if choice.backend == parameters[0].stored_format:
+        matmul_weights = [each.weight if each.stored is None else each.stored for each in parameters]
+    return Matmul(matmul_weights, bias, choice)

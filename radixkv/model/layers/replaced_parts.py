@@ -25,7 +25,7 @@ LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
 # Numbers of rows of a trial; 17 is not a multiple of a vector's length. The magnitudes of the rows range from 0.001,
 # where eps matters, to 10.
 _NUM_ROWS = (1, 17)
-_NUM_SIZES = 5
+_NUM_MAGNITUDES = 5
 
 # Tolerances, relative to a row's largest number. Float32 sums depend on their order, so numbers that are rounded to
 # fewer bits may differ by up to two roundings. That is rare: with errors of 1e-6, it affects one number in a thousand
@@ -90,25 +90,25 @@ def agree(own: Forward, fused: Forward, like: torch.Tensor) -> bool:
         like: `[num_columns]`, in the rows' dtype and on their device.
     """
     generator = torch.Generator().manual_seed(0)
-    num_different, num_numbers = 0, 0
+    num_different, num_elements = 0, 0
     for num_rows in _NUM_ROWS:
         rows = _random_rows(num_rows, generator, like)
         expected, got = own(rows), fused(rows)
         if not isinstance(expected, torch.Tensor) or (got.shape, got.dtype) != (expected.shape, expected.dtype):
             return False
-        wide = expected.double()
+        expected_float64 = expected.double()
         tolerance = max(_FLOAT32_TOLERANCE, _ROUNDINGS * torch.finfo(like.dtype).eps)
-        bound = tolerance * wide.abs().amax(-1, keepdim=True)
-        if not bool(((got.double() - wide).abs() <= bound).all()):
+        bound = tolerance * expected_float64.abs().amax(-1, keepdim=True)
+        if not bool(((got.double() - expected_float64).abs() <= bound).all()):
             return False
         num_different += int((got != expected).sum())
-        num_numbers += got.numel()
-    return like.dtype == torch.float32 or num_different <= _MAX_DIFFERENT_SHARE * num_numbers
+        num_elements += got.numel()
+    return like.dtype == torch.float32 or num_different <= _MAX_DIFFERENT_SHARE * num_elements
 
 
 def _random_rows(num_rows: int, generator: torch.Generator, like: torch.Tensor) -> torch.Tensor:
-    sizes = 10.0 ** (torch.arange(num_rows) % _NUM_SIZES - 3)  # [num_rows]
-    return (sizes[:, None] * torch.randn(1, num_rows, like.shape[0], generator=generator)).to(like)
+    magnitudes = 10.0 ** (torch.arange(num_rows) % _NUM_MAGNITUDES - 3)  # [num_rows]
+    return (magnitudes[:, None] * torch.randn(1, num_rows, like.shape[0], generator=generator)).to(like)
 
 
 def rows_agree(function: Forward, like: torch.Tensor) -> bool:
@@ -121,8 +121,8 @@ def rows_agree(function: Forward, like: torch.Tensor) -> bool:
     num_rows = max(_NUM_ROWS)
     rows = _random_rows(num_rows, torch.Generator().manual_seed(1), like)
     whole = function(rows)
-    parts = [slice(num_rows), *(slice(i, i + 1) for i in range(num_rows)), slice(3, None)]
-    return all(torch.equal(function(rows[:, part]), whole[:, part]) for part in parts)
+    selections = [slice(num_rows), *(slice(i, i + 1) for i in range(num_rows)), slice(3, None)]
+    return all(torch.equal(function(rows[:, selection]), whole[:, selection]) for selection in selections)
 
 
 def require(agrees: bool) -> None:

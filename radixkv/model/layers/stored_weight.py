@@ -9,7 +9,7 @@ from torch import nn
 
 from radixkv.kernels.quantized_weight import QuantizedWeight
 
-_STORED = "stored_quantized_weight"  # attribute of a layer
+_ATTRIBUTE = "stored_quantized_weight"  # of a layer
 
 
 def can_keep_stored_weight(layer: nn.Module) -> bool:
@@ -24,12 +24,12 @@ def keep_stored_weight(layer: nn.Module, weight: QuantizedWeight) -> None:
         layer: `can_keep_stored_weight` must be true. Its `weight` may come from `weight_without_data`.
         weight: the quantized weight, with the shape of `layer.weight`.
     """
-    setattr(layer, _STORED, weight)
+    setattr(layer, _ATTRIBUTE, weight)
 
 
 def stored_weight(layer: nn.Module) -> QuantizedWeight | None:
     """Return the weight of `keep_stored_weight`; None if there is none."""
-    weight: QuantizedWeight | None = getattr(layer, _STORED, None)
+    weight: QuantizedWeight | None = getattr(layer, _ATTRIBUTE, None)
     return weight
 
 
@@ -43,7 +43,7 @@ def dequantize_stored_weight(layer: nn.Module) -> None:
 
 def forget_stored_weight(layer: nn.Module) -> None:
     """Remove the stored weight from a layer that has one."""
-    delattr(layer, _STORED)
+    delattr(layer, _ATTRIBUTE)
 
 
 def weight_without_data(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

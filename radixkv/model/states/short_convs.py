@@ -17,8 +17,8 @@ from radixkv.storage.state_pool import StatePool, StateShape
 
 # The attribute of a replaced layer that holds its index among the layers with a state.
 ATTRIBUTE = "state_layer"
-# The children of such a layer: projections around a depthwise convolution.
-_PARTS = {"in_proj": nn.Linear, "conv": nn.Conv1d, "out_proj": nn.Linear}
+# The types of the children of such a layer: projections around a depthwise convolution.
+_CHILD_TYPES = {"in_proj": nn.Linear, "conv": nn.Conv1d, "out_proj": nn.Linear}
 
 _TRIAL_ROWS = (5, 1, 4)  # rows of consecutive chunks
 # Tolerance of a trial, relative to the largest number: the summation order differs.
@@ -44,104 +44,119 @@ class ShortConvs:
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
-        self._parts = [part for part in module.modules() if _is_known(part)]
-        shapes = {_shape_of(part, len(self._parts)) for part in self._parts}
+        self._layers: list[Any] = [part for part in module.modules() if _is_short_conv(part)]
+        shapes = {_shape_of(layer, len(self._layers)) for layer in self._layers}
         if len(shapes) > 1:
             raise UnsupportedModel(
                 f"{type(module).__name__}: expected short convolutions of one size, got {sorted(map(str, shapes))}"
             )
         self.shape = next(iter(shapes), None)
-        for index, part in enumerate(self._parts):
-            _require_agreement(part)
-            setattr(part, ATTRIBUTE, index)
-        layers = {int(part.layer_idx) for part in self._parts}
-        others: list[Any] = [part for part in module.modules() if layers and hasattr(part, "layer_idx")]
-        for part in others:
-            if part.layer_idx not in layers:
-                part.kv_layer = part.layer_idx - sum(layer < part.layer_idx for layer in layers)
+        for state_layer, layer in enumerate(self._layers):
+            _require_agreement(layer)
+            setattr(layer, ATTRIBUTE, state_layer)
+        if self._layers:
+            _number_attention_layers(module, {int(layer.layer_idx) for layer in self._layers})
         self._replace()
 
     @contextlib.contextmanager
     def originals(self) -> Iterator[None]:
         """Restore transformers' own implementation of all layers, inside the `with` block."""
-        for part in self._parts:
-            del vars(part)["forward"]
+        for layer in self._layers:
+            del vars(layer)["forward"]
         try:
             yield
         finally:
             self._replace()
 
     def _replace(self) -> None:
-        for part in self._parts:
-            vars(part)["forward"] = partial(_forward, part)
+        for layer in self._layers:
+            vars(layer)["forward"] = partial(_forward, layer)
 
 
-def _is_known(part: nn.Module) -> bool:
+def _number_attention_layers(module: nn.Module, state_indices: set[int]) -> None:
+    """Set `kv_layer` of all layers whose `layer_idx` is not in `state_indices`."""
+    layers: list[Any] = [part for part in module.modules() if hasattr(part, "layer_idx")]
+    for layer in layers:
+        if layer.layer_idx not in state_indices:
+            layer.kv_layer = layer.layer_idx - sum(index < layer.layer_idx for index in state_indices)
+
+
+def _is_short_conv(part: nn.Module) -> bool:
     children = dict(part.named_children())
-    return hasattr(part, "layer_idx") and {name: type(each) for name, each in children.items()} == _PARTS
+    return hasattr(part, "layer_idx") and {name: type(child) for name, child in children.items()} == _CHILD_TYPES
 
 
-def _shape_of(part: Any, num_layers: int) -> StateShape:
-    """Return the state of a model with such layers.
+def _shape_of(layer: Any, num_layers: int) -> StateShape:
+    """Return the shape of the state of a sequence in a model with `num_layers` such layers.
 
     Raises:
-        UnsupportedModel: `convolve` does not support its convolution.
+        UnsupportedModel: `StateStep.convolve` does not support the convolution of the layer.
     """
-    conv, num_channels = part.conv, part.out_proj.in_features
+    conv, num_channels = layer.conv, layer.out_proj.in_features
     num_inputs = conv.kernel_size[0] - 1
-    expected = (num_channels, num_channels, num_channels, (num_inputs,), (1,), (1,), "zeros", 3 * num_channels)
-    kind = (conv.in_channels, conv.out_channels, conv.groups, conv.padding, conv.stride, conv.dilation)
-    if (*kind, conv.padding_mode, part.in_proj.out_features) != expected or num_inputs < 1:
+    is_supported = (
+        conv.in_channels == conv.out_channels == conv.groups == num_channels
+        and conv.padding == (num_inputs,)
+        and conv.stride == conv.dilation == (1,)
+        and conv.padding_mode == "zeros"
+        and layer.in_proj.out_features == 3 * num_channels
+        and num_inputs >= 1
+    )
+    if not is_supported:
         raise UnsupportedModel(
-            f"{type(part).__name__}: expected a causal depthwise convolution of {num_channels} channels, got "
-            f"{conv} after {part.in_proj}"
+            f"{type(layer).__name__}: expected a causal depthwise convolution of {num_channels} channels, got "
+            f"{conv} after {layer.in_proj}"
         )
     return StateShape(num_layers, num_inputs, num_channels, conv.weight.dtype)
 
 
 def _forward(
-    part: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any
+    layer: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any
 ) -> torch.Tensor:
     """Compute rows `[1, num_rows, hidden_size]` of a layer with the step of the running forward pass."""
-    name = type(part).__name__
-    step = part.running_pass.step
+    name = type(layer).__name__
+    step = layer.running_pass.step
     if step is None:
         raise UnsupportedModel(f"{name}: expected to convolve in a forward pass over the cache, got none")
     if attention_mask is not None:
         raise UnsupportedModel(f"{name}: expected no attention mask, got one")
-    gate, out, inputs = part.in_proj(hidden_states).chunk(3, dim=-1)
-    convolved = step.convolve(getattr(part, ATTRIBUTE), (gate * inputs)[0], part.conv.weight[:, 0], part.conv.bias)
-    rows: torch.Tensor = part.out_proj(out * convolved[None])
+    gate, out, x = layer.in_proj(hidden_states).chunk(3, dim=-1)
+    convolved = step.convolve(getattr(layer, ATTRIBUTE), (gate * x)[0], layer.conv.weight[:, 0], layer.conv.bias)
+    rows: torch.Tensor = layer.out_proj(out * convolved[None])
     return rows
 
 
 @torch.inference_mode()
-def _require_agreement(part: Any) -> None:
+def _require_agreement(layer: Any) -> None:
     """Check that a layer's own forward pass gives the same rows as the replacement, in one step and in chunks.
 
     Raises:
-        UnsupportedModel: they differ.
+        UnsupportedModel: the rows differ.
     """
-    weight = part.conv.weight
+    weight = layer.conv.weight
     generator = torch.Generator().manual_seed(0)
     num_rows = sum(_TRIAL_ROWS)
-    rows = torch.randn(1, num_rows, part.in_proj.in_features, generator=generator).to(weight)
-    own = type(part).forward(part, rows)
-    pool = StatePool(1, _shape_of(part, 1), weight.device)
-    for chunks in ((num_rows,), _TRIAL_ROWS):
-        source, parts, start = pool.start, [], 0
-        for length in chunks:
-            piece, start = rows[:, start : start + length], start + length
-            layout = StateRows.build([0, length], [source], [(0, length, 0)], pool.shape.num_inputs).to(weight.device)
-            step = StateStep(pool, layout)
-            gate, out, inputs = part.in_proj(piece).chunk(3, dim=-1)
-            convolved = step.convolve(0, (gate * inputs)[0], weight[:, 0], part.conv.bias)
-            parts.append(part.out_proj(out * convolved[None]))
+    rows = torch.randn(1, num_rows, layer.in_proj.in_features, generator=generator).to(weight)
+    expected = type(layer).forward(layer, rows)
+    pool = StatePool(1, _shape_of(layer, 1), weight.device)
+    for chunk_lengths in ((num_rows,), _TRIAL_ROWS):
+        outputs = []
+        source, start = pool.start, 0
+        for length in chunk_lengths:
+            chunk = rows[:, start : start + length]
+            # The state after all rows of this chunk is written to slot 0, from which the next chunk reads it.
+            state_rows = StateRows.build([0, length], [source], [(0, length, 0)], pool.shape.num_inputs)
+            step = StateStep(pool, state_rows.to(weight.device))
+            gate, out, x = layer.in_proj(chunk).chunk(3, dim=-1)
+            convolved = step.convolve(0, (gate * x)[0], weight[:, 0], layer.conv.bias)
+            outputs.append(layer.out_proj(out * convolved[None]))
             step.keep()
-            source = 0
-        ours = torch.cat(parts, 1)
-        if own.shape != ours.shape or not (own - ours).abs().max() <= _TOLERANCE[weight.dtype] * own.abs().max():
+            source, start = 0, start + length
+        got = torch.cat(outputs, 1)
+        bound = _TOLERANCE[weight.dtype] * expected.abs().max()
+        agrees = expected.shape == got.shape and bool((expected - got).abs().max() <= bound)  # false for NaN
+        if not agrees:
             raise UnsupportedModel(
-                f"{type(part).__name__}: expected a short convolution between two projections, got a layer that "
+                f"{type(layer).__name__}: expected a short convolution between two projections, got a layer that "
                 "computes something else"
             )

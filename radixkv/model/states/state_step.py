@@ -66,15 +66,17 @@ class StateRows:
             """Return the index of a request's row; negative rows are inputs that its state kept."""
             return np.where(row >= 0, starts[request] + row, (request + 1) * num_inputs + row)
 
-        request = np.repeat(np.arange(len(lengths)), lengths)
-        row = np.arange(query_starts[-1]) - np.repeat(np.array(query_starts[:-1]), lengths)
+        # For each row, its request and its position among the rows of this request.
+        requests = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(query_starts[-1]) - np.repeat(np.array(query_starts[:-1]), lengths)
         lags = np.arange(-num_inputs, 1)[:, None]
-        table = np.array(writes, dtype=np.int64).reshape(-1, 3)
+        written_requests, num_rows_before, slots = np.array(writes, dtype=np.int64).reshape(-1, 3).T
+        last_positions = num_rows_before[:, None] + np.arange(-num_inputs, 0)
         return cls(
             torch.tensor(sources, dtype=torch.int64),
-            torch.from_numpy(index_of(request, row + lags)),
-            torch.from_numpy(index_of(table[:, :1], table[:, 1:2] + np.arange(-num_inputs, 0))),
-            torch.from_numpy(table[:, 2].copy()),
+            torch.from_numpy(index_of(requests, positions + lags)),
+            torch.from_numpy(index_of(written_requests[:, None], last_positions)),
+            torch.from_numpy(slots.copy()),
         )
 
     def to(self, device: torch.device) -> StateRows:
@@ -117,8 +119,8 @@ class StateStep:
         """
         is_finite = rows.isfinite().all(dim=-1)
         self._is_finite = is_finite if self._is_finite is None else self._is_finite & is_finite
-        kept = self._pool.states[self._rows.sources, layer]  # [num_requests, num_inputs, num_channels]
-        joined = torch.cat((kept.flatten(0, 1), rows))
+        kept_inputs = self._pool.states[self._rows.sources, layer]  # [num_requests, num_inputs, num_channels]
+        joined = torch.cat((kept_inputs.flatten(0, 1), rows))
         self._written[layer] = joined[self._rows.written_inputs]
         return convolve([joined[inputs] for inputs in self._rows.inputs], weight, bias)
 

@@ -103,7 +103,7 @@ def load(family: str, folder: Path, *, is_exact: bool = False) -> Model:
     module = AutoModelForCausalLM.from_pretrained(directory, attn_implementation=ATTENTION_NAME)
     model = Model(family, module, torch.device("cpu"), is_exact=is_exact, is_fused=False)
     if is_exact:
-        model._mode = ExactFunctions(pointwise_functions() | {functional.linear: linear} | row_functions())
+        model._exact_mode = ExactFunctions(pointwise_functions() | {functional.linear: linear} | row_functions())
     return model
 
 

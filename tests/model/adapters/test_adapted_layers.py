@@ -105,7 +105,7 @@ def test_an_activated_adapter_agrees_with_peft(family: str, tmp_path: Path) -> N
     served = serve(family, tmp_path, [{"alora_invocation_tokens": [7, 8]}])
     tokens = prompt(50)
     tokens[[10, 11, 30, 31]] = 7, 8, 7, 8
-    start = served.files[0].own_from(tokens.tobytes())
+    start = served.files[0].applies_from(tokens.tobytes())
     assert start == 30
     blocks = tables(2)
     for first, last in ((0, 20), (20, 33), (33, 49), (49, 50)):
@@ -115,5 +115,5 @@ def test_an_activated_adapter_agrees_with_peft(family: str, tmp_path: Path) -> N
     assert_agree(served.expected(1, tokens)[:start], base[:start])
     assert (served.expected(1, tokens)[-1] - base[-1]).abs().max() > 0.1
     never = np.delete(tokens, [11, 31])
-    assert served.files[0].own_from(never.tobytes()) is None
+    assert served.files[0].applies_from(never.tobytes()) is None
     assert_agree(served.expected(1, never), served.expected(0, never))

@@ -158,17 +158,17 @@ def test_files_that_cannot_be_read_are_refused(written: Path, model: Model, tmp_
 
 def test_an_activated_adapter_applies_from_the_last_invocation_on() -> None:
     files = AdapterFiles("", 8, 0, (7, 8), {})
-    assert files.own_from(ids(7, 8, 1, 7, 8, 2)) == 3
-    assert files.own_from(ids(7, 8)) == 0
-    assert files.own_from(ids(1, 7)) is None
-    assert files.own_from(b"") is None
-    assert AdapterFiles("", 8, 0, (7, 7), {}).own_from(ids(7, 7, 7)) == 1
-    assert AdapterFiles("", 8, 0, None, {}).own_from(ids(1)) == 0
+    assert files.applies_from(ids(7, 8, 1, 7, 8, 2)) == 3
+    assert files.applies_from(ids(7, 8)) == 0
+    assert files.applies_from(ids(1, 7)) is None
+    assert files.applies_from(b"") is None
+    assert AdapterFiles("", 8, 0, (7, 7), {}).applies_from(ids(7, 7, 7)) == 1
+    assert AdapterFiles("", 8, 0, None, {}).applies_from(ids(1)) == 0
 
 
 def test_an_invocation_must_start_at_a_token_boundary() -> None:
-    assert AdapterFiles("", 8, 0, (0x00020001,), {}).own_from(ids(0x00010000, 0x00000002)) is None
-    assert AdapterFiles("", 8, 0, (0,), {}).own_from(ids(5, 0, 0x01000000, 0x100)) == 1
+    assert AdapterFiles("", 8, 0, (0x00020001,), {}).applies_from(ids(0x00010000, 0x00000002)) is None
+    assert AdapterFiles("", 8, 0, (0,), {}).applies_from(ids(5, 0, 0x01000000, 0x100)) == 1
 
 
 def test_a_router_of_a_class_derived_from_linear_layers_can_not_be_adapted() -> None:

@@ -33,8 +33,8 @@ def test_an_adapter_is_copied_to_the_device_when_a_step_needs_it() -> None:
     device = Device()
     held = filled(device, "ab")
     assert (len(held), held.device_bytes, device.brought) == (2, 0, [])
-    assert held.need(["a", "a"]) == {"a": "a there"}
-    assert held.need(["a"]) == {"a": "a there"}
+    assert held.put_on_device(["a", "a"]) == {"a": "a there"}
+    assert held.put_on_device(["a"]) == {"a": "a there"}
     assert device.brought == ["a"]
     assert (held.is_on_device("a"), held.is_on_device("b"), held.device_bytes) == (True, False, 10)
 
@@ -43,9 +43,9 @@ def test_the_least_recently_used_adapter_is_evicted_and_loaded_again() -> None:
     device = Device()
     held = filled(device, "abc")
     for digest in ("a", "b", "a", "c"):
-        held.need([digest])
+        held.put_on_device([digest])
     assert [each for each in "abc" if held.is_on_device(each)] == ["a", "c"]
-    assert held.need(["b"]) == {"b": "b there"}
+    assert held.put_on_device(["b"]) == {"b": "b there"}
     assert [each for each in "abc" if held.is_on_device(each)] == ["b", "c"]
     assert held.device_bytes == 20
     assert all(map(held.holds, "abc"))
@@ -54,17 +54,17 @@ def test_the_least_recently_used_adapter_is_evicted_and_loaded_again() -> None:
 def test_an_adapter_that_a_step_needs_is_not_evicted() -> None:
     device = Device()
     held = filled(device, "abc")
-    held.need(["a", "b"])
-    assert held.need(["a", "c"]) == {"a": "a there", "c": "c there"}
+    held.put_on_device(["a", "b"])
+    assert held.put_on_device(["a", "c"]) == {"a": "a there", "c": "c there"}
     assert device.brought == ["a", "b", "c"]
 
 
 def test_a_step_has_all_its_adapters_even_beyond_the_limit() -> None:
     device = Device()
     held = filled(device, "abcd")
-    assert list(held.need("abc")) == ["a", "b", "c"]
+    assert list(held.put_on_device("abc")) == ["a", "b", "c"]
     assert held.device_bytes == 30
-    held.need("d")
+    held.put_on_device("d")
     assert held.device_bytes == 20
     assert held.is_on_device("c")
 
@@ -84,9 +84,9 @@ def test_limits_are_enforced() -> None:
 
 def test_a_removed_adapter_is_neither_on_the_host_nor_on_the_device() -> None:
     held = filled(Device(), "ab")
-    held.need("ab")
+    held.put_on_device("ab")
     held.remove("a")
     held.remove("a")
     assert (held.holds("a"), held.is_on_device("a"), held.device_bytes) == (False, False, 10)
     with pytest.raises(UnknownAdapter, match="expected one that is loaded, got digest a"):
-        held.need(["b", "a"])
+        held.put_on_device(["b", "a"])

@@ -73,7 +73,7 @@ def test_in_exact_mode_no_bit_depends_on_what_was_cached_or_on_the_batch(
     model = load_model(ModelConfig(path=str(directory), dtype=dtype))
     if not torch.cuda.is_available():
         interpret_kernels(monkeypatch)
-        model._mode = ExactFunctions(pointwise_functions() | {functional.linear: linear} | row_functions())
+        model._exact_mode = ExactFunctions(pointwise_functions() | {functional.linear: linear} | row_functions())
     storage = KVStorage(16, 16, model.kv_shape.stored_as(kv_dtype), model.device)
     storage.pool.blocks.fill_(0xFF)
     runner = Runner(model, storage, TritonKernels(is_exact=True))

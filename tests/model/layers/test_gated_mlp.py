@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, gemm_backends
 from radixkv.kernels.cpu.gemm_trial import GemmChoice, choose_gemm
-from radixkv.model.layers.gated_mlp import is_gated, is_joined, try_mlp
+from radixkv.model.layers.gated_mlp import has_fusible_gate, is_joined, try_mlp
 from radixkv.model.layers.packed_linear import Matmul, PackedLinear, pack_linears
 from radixkv.model.layers.replaced_parts import Refused
 from tests.model.layers.test_packed_linear import Given
@@ -52,8 +52,8 @@ def test_a_fused_gate_agrees_with_the_module(backend: str, *, bias: bool, is_exa
     wide = made(bias=bias).float()
     gates: set[tuple[int, int]] = set()
     mlp = packed(made(bias=bias), backend, is_exact=is_exact)
-    assert is_gated(mlp)
-    function = try_mlp(mlp, torch.bfloat16, is_exact=is_exact, gates=gates)
+    assert has_fusible_gate(mlp)
+    function = try_mlp(mlp, torch.bfloat16, is_exact=is_exact, tried_gates=gates)
     assert gates == {(96, 160)}
     for count in (1, 2, 17, 100):
         rows = rows_of(count)
@@ -79,7 +79,7 @@ def test_float32_and_other_activations_use_one_matmul_for_gate_and_up() -> None:
     for mlp in (made(dtype=torch.float32), made(activation="gelu")):
         packed(mlp, "blocked", is_exact=True)
         assert is_joined(mlp.gate_proj, mlp.up_proj, last=mlp.down_proj)
-        assert not is_gated(mlp)
+        assert not has_fusible_gate(mlp)
 
 
 def test_a_fused_gate_with_different_results_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_a_fused_gate_with_different_results_is_rejected(monkeypatch: pytest.Mon
         own = product._gate
         product._gate = lambda *args, own=own, change=change: change(own(*args))
         with pytest.raises(Refused, match="something else"):
-            try_mlp(mlp, torch.bfloat16, is_exact=True, gates=set())
+            try_mlp(mlp, torch.bfloat16, is_exact=True, tried_gates=set())
 
 
 def test_a_fused_gate_that_is_not_batch_invariant_is_rejected_in_exact_mode() -> None:
@@ -103,7 +103,7 @@ def test_a_fused_gate_that_is_not_batch_invariant_is_rejected_in_exact_mode() ->
 
     product._gate = gate
     with pytest.raises(Refused, match="something else"):
-        try_mlp(mlp, torch.bfloat16, is_exact=True, gates=set())
+        try_mlp(mlp, torch.bfloat16, is_exact=True, tried_gates=set())
 
 
 def test_a_shape_is_tried_once() -> None:
@@ -112,18 +112,18 @@ def test_a_shape_is_tried_once() -> None:
     own = product._gate
     product._gate = lambda *args: calls.append(len(args[0])) or own(*args)
     gates: set[tuple[int, int]] = set()
-    try_mlp(mlp, torch.bfloat16, is_exact=True, gates=gates)
+    try_mlp(mlp, torch.bfloat16, is_exact=True, tried_gates=gates)
     assert calls
     calls.clear()
-    try_mlp(mlp, torch.bfloat16, is_exact=True, gates=gates)
+    try_mlp(mlp, torch.bfloat16, is_exact=True, tried_gates=gates)
     assert calls == []
 
 
 def test_layers_that_are_not_packed_are_neither_merged_nor_fused() -> None:
     mlp = made()
-    assert not is_gated(mlp)
+    assert not has_fusible_gate(mlp)
     assert not is_joined(mlp.gate_proj, mlp.up_proj, last=mlp.down_proj)
     part = SimpleNamespace(act_fn=nn.Tanh(), gate_proj=mlp.gate_proj, up_proj=mlp.up_proj, down_proj=mlp.down_proj)
-    assert not is_gated(part)
+    assert not has_fusible_gate(part)
     weight = torch.randn(4, 4).bfloat16()
     assert not PackedLinear(Matmul([weight], None, GemmChoice("plain"))).matmul.can_gate

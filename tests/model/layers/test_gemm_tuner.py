@@ -11,7 +11,7 @@ import torch
 from radixkv.kernels.cpu.gemm_backends import QUANTIZED_BITS
 from radixkv.kernels.cpu.gemm_trial import GemmChoice
 from radixkv.kernels.cpu.stopwatch import Stopwatch
-from radixkv.model.layers.gemm_tuner import GemmTuner, TrialBudget, _machine
+from radixkv.model.layers.gemm_tuner import GemmTuner, TrialBudget, _machine_digest
 from tests.processor import skip_without_kernels_for
 
 WEIGHT = torch.empty(8, 16)
@@ -122,16 +122,16 @@ def test_a_change_that_affects_the_summation_order_leads_to_a_new_trial(
     assert choose(WEIGHT, max_rows=64) == 7
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     assert choose(WEIGHT) == 8
-    monkeypatch.setattr("radixkv.model.layers.gemm_tuner._machine", lambda: "another")
+    monkeypatch.setattr("radixkv.model.layers.gemm_tuner._machine_digest", lambda: "another")
     assert choose(WEIGHT) == 9
     assert choose(WEIGHT) == 9
 
 
 def test_choices_of_older_sources_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = _machine.__wrapped__()
-    assert _machine.__wrapped__() == before
+    before = _machine_digest.__wrapped__()
+    assert _machine_digest.__wrapped__() == before
     monkeypatch.setattr("radixkv.kernels.native.compiler.sources", lambda: ["of another version"])
-    assert _machine.__wrapped__() != before
+    assert _machine_digest.__wrapped__() != before
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "\x00" * 10, "[" * 100_000, " " * 2**21])

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, gemm_backends
 from radixkv.kernels.cpu.gemm_trial import GemmChoice
 from radixkv.model.layers.gemm_tuner import GemmTuner
-from radixkv.model.layers.packed_linear import JOINS, Matmul, PackedLinear, PackedSlice, pack_linears
+from radixkv.model.layers.packed_linear import MERGED, Matmul, PackedLinear, PackedSlice, pack_linears
 
 SIZES = {"vocab_size": 50, "initializer_range": 0.2}
 MODELS = {
@@ -121,7 +121,7 @@ def test_layers_with_the_same_input_are_merged(monkeypatch: pytest.MonkeyPatch, 
     torch.testing.assert_close(mlp.up_proj(rows), expected[1])
     torch.testing.assert_close(mlp.gate_proj(rows + 0), expected[0])
     torch.testing.assert_close(mlp.gate_proj(2 * rows) - expected[0], mlp.gate_proj(rows) - mlp.gate_proj(0 * rows))
-    assert JOINS[1] == ("gate_proj", "up_proj")
+    assert MERGED[1] == ("gate_proj", "up_proj")
 
 
 def test_layers_with_and_without_bias_are_not_merged() -> None:
