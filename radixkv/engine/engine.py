@@ -334,7 +334,7 @@ class Engine:
                 self.misses.forget(tenant)
             return purge
 
-        return when_deleted(self._call_for(tenant, purging))
+        return when_deleted(self._call_for(tenant, purge_in_slices))
 
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> Future[EngineStats]:
         """Return all statistics, including those of the largest tenants, or of `tenant`; see `StatsCollector.stats`."""

@@ -122,7 +122,7 @@ class HintApplier:
             prompt: the prompt of the same call; None without one.
 
         Returns:
-            One outcome for each action. Those that address an adapter or a salt are refused; see `applying`.
+            One outcome for each action. Those that address an adapter or a salt are refused; see `apply_in_slices`.
         """
         return all_slices(self.apply_in_slices(actions, tenant, prompt, None))
 
