@@ -303,7 +303,8 @@ class _Metadata:
             return struct.unpack(f"<{tensor.num_bytes // 4}f", opened.read(tensor.num_bytes))
 
     def _unsupported(self, key: str, value: object, expected: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self._file.path}: {self._prefix}{key}: expected {expected}, got {value}")
+        name = key if key in self._file.tensors else f"{self._prefix}{key}"
+        return UnsupportedModel(f"{self._file.path}: {name}: expected {expected}, got {value}")
 
 
 def _no_entries(config: dict[str, Any]) -> dict[str, Any]:

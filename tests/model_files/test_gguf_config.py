@@ -184,7 +184,11 @@ def test_every_header_is_read_or_refused():
     ("architecture", "tensors", "outcome"),
     [
         ("llama", {"rope_freqs": (1.0,) * 8}, "default"),
-        ("llama", {"rope_freqs": (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 8.0)}, "rope_freqs.weight: expected those of Ll"),
+        (
+            "llama",
+            {"rope_freqs": (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 8.0)},
+            "gguf: rope_freqs.weight: expected those of Ll",
+        ),
         (
             "llama",
             {"rope_freqs": (1.0,) * 7 + (float("nan"),)},
@@ -192,7 +196,7 @@ def test_every_header_is_read_or_refused():
         ),
         ("llama", {"rope_freqs": (1.0, 8.0)}, "rope_freqs.weight: expected those of Llama 3.1, got other factors"),
         ("llama", {"rope_factors_long": (1.0,) * 8}, "rope_factors_long.weight: expected RoPE without factors"),
-        ("qwen2", {"rope_freqs": (1.0,) * 8}, "rope_freqs.weight: expected RoPE without factors, got a tensor"),
+        ("qwen2", {"rope_freqs": (1.0,) * 8}, "gguf: rope_freqs.weight: expected RoPE without factors, got a tensor"),
         ("phi3", {"rope_factors_short": (1.0,) * 8}, "rope_factors_short.weight: expected RoPE without factors"),
         ("phi3", {"rope_factors_short": (1.0,) * 8, "rope_factors_long": (2.0,) * 8}, "longrope"),
     ],
