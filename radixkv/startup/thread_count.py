@@ -51,7 +51,7 @@ def choose_thread_count(
     if cpus is None:
         cpus = available_cpus()
     num_cores = _num_cores(cpus, system)
-    quota = _quota(system)
+    quota = _smallest_quota(system)
     cores = f"{num_cores} {'core' if num_cores == 1 else 'cores'} in the CPU affinity"
     if quota is not None and quota < num_cores:
         return ThreadCount(max(1, math.floor(quota)), f"a CPU quota of {quota:g} and {cores}")
@@ -77,27 +77,28 @@ def _num_cores(cpus: Set[int], system: Path) -> int:
     return max(1, len(cores))
 
 
-def _quota(system: Path) -> float | None:
-    """Return the smallest CPU quota of the process's cgroups in CPUs, or None if there is none."""
+def _smallest_quota(system: Path) -> float | None:
+    """Return the smallest CPU quota of the process's cgroups and of those above, in CPUs; None if there is none."""
     try:
         lines = (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     quotas = []
-    for line in lines:
+    for line in lines:  # ID:CONTROLLERS:PATH; version 2 of cgroups has no controllers here
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = system / "sys/fs/cgroup"
-        roots = [root] if not controllers else [root / controllers, root / "cpu"]
+        hierarchies = [root / controllers, root / "cpu"] if controllers else [root]
         # A container often sees its own cgroup at the root, whatever the path says, so the root is read as well.
-        group = Path(path.lstrip("/"))
-        for folder in (group, *group.parents):
-            quotas += [_read_quota(each / folder, is_version_2=not controllers) for each in roots]
+        cgroup = Path(path.lstrip("/"))
+        for folder in (cgroup, *cgroup.parents):
+            quotas += [_read_quota(hierarchy / folder, is_version_2=not controllers) for hierarchy in hierarchies]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _read_quota(folder: Path, *, is_version_2: bool) -> float | None:
+    """Return the CPU quota of one cgroup in CPUs; None if there is none, or it can't be read."""
     try:
         if is_version_2:
             quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()

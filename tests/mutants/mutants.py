@@ -1469,7 +1469,7 @@ AUTHENTICITY_MUTANTS = (
         "payload in _OTHER_PROMPT",
     ),
     Mutant("service/server/servicers/kv_fetcher.py", "                self._transfer.rejected.add([payload])\n", ""),
-    Mutant("startup/requirements.py", "        trusted = {}\n", "        pass\n"),
+    Mutant("startup/requirements.py", "if tiers.secret_file is None:", "if True:"),
     Mutant("startup/requirements.py", "if not has_protection(tiers):", "if False:"),
 )
 STATEMENT_MUTANTS = (
@@ -1635,7 +1635,7 @@ OFFLINE_MUTANTS = (
     Mutant("service/offline/request_slots.py", "                self._num_calls -= 1\n", "                pass\n"),
     Mutant("service/offline/request_slots.py", "            self.release(slots.num_taken)\n", ""),
     Mutant("service/text/answer_text.py", "        self.num_tokens += len(token_ids)\n", ""),
-    Mutant("startup/build_engine.py", "        opened.callback(engine.stop)\n", ""),
+    Mutant("startup/build_engine.py", "        cleanup.callback(engine.stop)\n", ""),
     Mutant("service/offline/llm.py", "                    ignore_eos=True,\n", ""),
     Mutant("service/offline/llm.py", "                    write_generated=False,\n", ""),
     Mutant("service/offline/llm.py", "min(max_new_tokens, options.max_tokens)", "options.max_tokens"),
