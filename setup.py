@@ -18,7 +18,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-sys.path.insert(0, str(Path(__file__).parent))  # build front ends do not add it
+sys.path.insert(0, str(Path(__file__).parent))  # build front ends do not add this folder
 
 from radixkv.kernels.native.compiler import NotCompiled, compile_kernels, is_current, library_name
 from radixkv.kernels.native.variants import VARIANTS

@@ -25,7 +25,7 @@ from radixkv.config import EngineConfig
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.model import Model
 from radixkv.model.tiny_model import build_tiny_model
-from radixkv.startup.attention_choice import attention_kernels
+from radixkv.startup.attention_choice import choose_attention_kernels
 from radixkv.startup.attention_trial import try_attention_here
 from radixkv.startup.build_engine import make_runner
 from radixkv.storage.device_pool import KVStorage
@@ -67,7 +67,7 @@ def build_runner(
     # No fingerprint of the weights: it would copy 16 GB from the GPU.
     model = Model(shape, module, device, is_exact=is_exact, fingerprint="random")
     storage = KVStorage(-(-max_tokens // BLOCK_SIZE), BLOCK_SIZE, model.kv_shape, device)
-    kernels = attention_kernels(model, model.kv_shape, BLOCK_SIZE, try_attention_here)
+    kernels = choose_attention_kernels(model, model.kv_shape, BLOCK_SIZE, try_attention_here)
     return make_runner(model, storage, kernels, GraphCapturer(model, kernels, EngineConfig()))
 
 

@@ -68,14 +68,14 @@ class PagedBatch:
             kv_lens: prefix plus suffix tokens of each request; `kv_lens[i] >= query_lens[i]`.
             block_tables: int32 block ids of each request, at least `ceil(kv_lens[i] / block_size)` of them.
             block_size: tokens per block.
-            device: where the tensors go.
+            device: device of the tensors.
         """
         table_blocks = -(-max(kv_lens) // block_size)
         tables = np.zeros((len(kv_lens), table_blocks), dtype=np.int32)
         for row, kv_len, block_ids in zip(tables, kv_lens, block_tables, strict=True):
             num_blocks = -(-kv_len // block_size)
             row[:num_blocks] = block_ids[:num_blocks]
-        request, positions = _rows(np.array(query_lens), np.array(kv_lens))
+        request, positions = _locate_rows(np.array(query_lens), np.array(kv_lens))
         slots = tables[request, positions // block_size] * np.int64(block_size) + positions % block_size
         return cls(
             query_starts=(0, *itertools.accumulate(query_lens)),
@@ -111,7 +111,7 @@ class PagedBatch:
     @property
     def positions(self) -> Ints:
         """Position of each packed token row in its own sequence, `[num_tokens]` on the host."""
-        return _rows(self.query_lens, np.array(self.kv_lens))[1]
+        return _locate_rows(self.query_lens, np.array(self.kv_lens))[1]
 
     @property
     def num_tokens(self) -> int:
@@ -130,7 +130,7 @@ def repeat_indices(counts: Ints) -> tuple[Ints, Ints]:
     return index, np.arange(index.size) - (np.cumsum(counts) - counts)[index]
 
 
-def _rows(query_lens: Ints, kv_lens: Ints) -> tuple[Ints, Ints]:
-    """Return the request of each packed token row, and its position in that request's sequence."""
+def _locate_rows(query_lens: Ints, kv_lens: Ints) -> tuple[Ints, Ints]:
+    """Return the index of the request of each packed token row, and the row's position in that request's sequence."""
     request, nth = repeat_indices(query_lens)
     return request, (kv_lens - query_lens)[request] + nth

@@ -82,27 +82,27 @@ class KVPool:
         """
         if is_latent and dtype == INT4:
             raise ValueError("dtype: expected another one for latents, which are keys and values at once, got int4")
-        size = (num_layers, 1 if is_latent else 2, num_kv_heads, block_size)
+        scales_shape = (num_layers, 1 if is_latent else 2, num_kv_heads, block_size)  # of one block
         if dtype == INT4:
-            row_size = (num_layers, 1, num_kv_heads, block_size, head_dim + stored_dim(head_dim, INT4))
+            values_shape = (num_layers, 1, num_kv_heads, block_size, head_dim + stored_dim(head_dim, INT4))
         else:
-            row_size = (*size, head_dim)
-        value_bytes = math.prod(row_size) * stored_dtype(dtype).itemsize
-        scale_bytes = math.prod(size) * _SCALE_BYTES if is_quantized(dtype) else 0
+            values_shape = (*scales_shape, head_dim)
+        value_bytes = math.prod(values_shape) * stored_dtype(dtype).itemsize
+        scale_bytes = math.prod(scales_shape) * _SCALE_BYTES if is_quantized(dtype) else 0
         block_bytes = value_bytes + scale_bytes
         if is_zeroed and torch.device(device).type == "cpu":
-            memory = _zero_pages(num_blocks * block_bytes)
+            memory = _map_zero_pages(num_blocks * block_bytes)
         else:
             fill = torch.zeros if is_zeroed else torch.empty
             memory = fill(num_blocks * block_bytes, dtype=torch.uint8, device=device)
         if is_by_layer and not is_quantized(dtype):
-            per_block = (*size[:-1], num_blocks, block_size * head_dim)
-            by_layer = memory.view(dtype).view(per_block).permute(3, 0, 1, 2, 4)
-            values = torch.unflatten(by_layer, 4, (block_size, head_dim))
-            return cls(dtype, head_dim, by_layer.view(torch.uint8), values, None, is_by_layer=True)
+            memory_shape = (*scales_shape[:-1], num_blocks, block_size * head_dim)
+            blocks = memory.view(dtype).view(memory_shape).permute(3, 0, 1, 2, 4)  # the dimension of blocks first
+            values = torch.unflatten(blocks, 4, (block_size, head_dim))
+            return cls(dtype, head_dim, blocks.view(torch.uint8), values, None, is_by_layer=True)
         blocks = memory.view(num_blocks, block_bytes)
-        values = blocks[:, :value_bytes].view(stored_dtype(dtype)).view(num_blocks, *row_size)
-        scales = blocks[:, value_bytes:].view(torch.float32).view(num_blocks, *size) if scale_bytes else None
+        values = blocks[:, :value_bytes].view(stored_dtype(dtype)).view(num_blocks, *values_shape)
+        scales = blocks[:, value_bytes:].view(torch.float32).view(num_blocks, *scales_shape) if scale_bytes else None
         return cls(dtype, head_dim, blocks, values, scales, rotates_values=dtype == INT4)
 
     @property
@@ -149,7 +149,7 @@ class KVPool:
         block_bytes = self.blocks.shape[-1]
         return block_bytes // self.values.element_size(), block_bytes // _SCALE_BYTES if self.scales is not None else 0
 
-    def numbers(
+    def to_numbers(
         self, values: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """Convert stored vectors to numbers.
@@ -167,12 +167,12 @@ class KVPool:
             return values.to(dtype)
         if self.dtype != INT4:
             return dequantize(values, scales, self.dtype, dtype)
-        key, value = values[0, ..., : self.head_dim], values[0, ..., self.head_dim :]
-        key_numbers = dequantize(key, scales[0], key_dtype(INT4), dtype)
-        return torch.stack((key_numbers, dequantize(value, scales[1], INT4, dtype)))
+        stored_keys, stored_values = values[0, ..., : self.head_dim], values[0, ..., self.head_dim :]
+        keys = dequantize(stored_keys, scales[0], key_dtype(INT4), dtype)
+        return torch.stack((keys, dequantize(stored_values, scales[1], INT4, dtype)))
 
 
-def _zero_pages(num_bytes: int) -> torch.Tensor:
+def _map_zero_pages(num_bytes: int) -> torch.Tensor:
     """Map memory that the operating system zeroes when it is first used. Zeroing 1.6 GB at once takes 0.6 s."""
     try:
         pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

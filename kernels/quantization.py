@@ -15,7 +15,7 @@ INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's annotati
 # The largest magnitude of each dtype. A vector is scaled so that its largest magnitude becomes this.
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, INT4: 7.0}
 
-# The minimum of scales, which a vector of zeros gets: the smallest normal float32.
+# The minimum of scales, and the scale of a vector of zeros: the smallest normal float32.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,7 +41,7 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
         ValueError: the dtype is not supported.
     """
     if dtype not in _PLAIN and dtype not in LARGEST:
-        names = ", ".join(str(known).removeprefix("torch.") for known in (*_PLAIN, *LARGEST))
+        names = ", ".join(str(supported).removeprefix("torch.") for supported in (*_PLAIN, *LARGEST))
         raise ValueError(f"dtype: expected one of {names}, got {str(dtype).removeprefix('torch.')}")
     return torch.int8 if dtype == INT4 else dtype
 
@@ -77,7 +77,7 @@ def quantize(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
         NaN, its scale is not finite.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: `dtype` is not one of these.
     """
     if dtype not in LARGEST:
         raise ValueError(f"dtype: expected one of {', '.join(map(str, LARGEST))}, got {dtype}")

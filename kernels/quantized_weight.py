@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 GROUP_FEATURES = 32
-_LARGEST = {8: 127, 4: 15}  # codes
-_NUM_FITS = 3  # of scale and minimum to the codes
+_LARGEST_CODE = {8: 127, 4: 15}  # by bits
+_NUM_FITS = 3  # times that scale and minimum are fitted to the codes
 _LARGEST_HALF = torch.finfo(torch.float16).max
 _CHUNK_NUMBERS = 2**24  # numbers that are quantized at once, in float32
 
@@ -54,8 +54,8 @@ class QuantizedWeight:
             raise ValueError(f"weight: expected a multiple of {GROUP_FEATURES} input features, got {in_features}")
         chunks = torch.split(weight, max(1, _CHUNK_NUMBERS // max(1, in_features)))
         quantize = _quantize_8 if bits == 8 else _quantize_4
-        parts = [quantize(each.float().view(len(each), -1, GROUP_FEATURES)) for each in chunks]
-        codes, scales, minima = (torch.cat(each) for each in zip(*parts, strict=True))
+        quantized = [quantize(chunk.float().view(len(chunk), -1, GROUP_FEATURES)) for chunk in chunks]
+        codes, scales, minima = map(torch.cat, zip(*quantized, strict=True))
         largest = torch.maximum(scales.abs(), minima.abs()).max() if out_features else torch.zeros(())
         if not largest <= _LARGEST_HALF:
             raise ValueError(f"weight: expected groups with scales of at most {_LARGEST_HALF:.0f}, got {largest:.3g}")
@@ -66,15 +66,15 @@ class QuantizedWeight:
     @classmethod
     def concatenated(cls, weights: Iterable[QuantizedWeight]) -> QuantizedWeight:
         """Concatenate the output features of weights with the same number of bits."""
-        parts = list(weights)
-        if len(parts) == 1:
-            return parts[0]
-        minima = [part.minima for part in parts if part.minima is not None]
+        weights = list(weights)
+        if len(weights) == 1:
+            return weights[0]
+        minima = [weight.minima for weight in weights if weight.minima is not None]
         return cls(
-            torch.cat([part.codes for part in parts]),
-            torch.cat([part.scales for part in parts]),
+            torch.cat([weight.codes for weight in weights]),
+            torch.cat([weight.scales for weight in weights]),
             torch.cat(minima) if minima else None,
-            parts[0].dtype,
+            weights[0].dtype,
         )
 
     @property
@@ -110,42 +110,42 @@ class QuantizedWeight:
 
     def padded(self, multiple: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return codes, scales and minima, with output features of zeros appended up to a multiple of `multiple`."""
-        num_more = -len(self) % multiple
+        num_padding = -len(self) % multiple
 
         def pad(numbers: torch.Tensor) -> torch.Tensor:
-            return torch.cat((numbers, numbers.new_zeros(num_more, numbers.shape[1]))) if num_more else numbers
+            return torch.cat((numbers, numbers.new_zeros(num_padding, numbers.shape[1]))) if num_padding else numbers
 
         return pad(self.codes), pad(self.scales), None if self.minima is None else pad(self.minima)
 
 
 def _quantize_8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantize float32 `[out_features, num_groups, 32]`. Returns int8 codes, float32 scales, and zeros."""
-    scales = _as_half(groups.abs().amax(-1) / _LARGEST[8])
-    codes = _codes(groups, scales, torch.zeros_like(scales), -_LARGEST[8], _LARGEST[8])
+    scales = _as_half(groups.abs().amax(-1) / _LARGEST_CODE[8])
+    codes = _codes(groups, scales, torch.zeros_like(scales), -_LARGEST_CODE[8], _LARGEST_CODE[8])
     return codes.to(torch.int8), scales, torch.zeros_like(scales)
 
 
 def _quantize_4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantize float32 `[out_features, num_groups, 32]`. Returns uint8 codes, and float32 scales and minima.
 
-    Starts with the range of a group. Then fits scale and minimum to the codes by least squares and rounds again, as
-    long as a group's error shrinks, but at most three times.
+    The first scale and minimum of a group cover its range. They are then fitted to the codes by least squares, and
+    the group is rounded again, three times. A fit that does not reduce the group's error is dropped.
     """
-    minima, largest = groups.aminmax(dim=-1)
-    scales, minima = _as_half((largest - minima) / _LARGEST[4]), _as_half(minima)
-    codes = _codes(groups, scales, minima, 0, _LARGEST[4])
+    minima, maxima = groups.aminmax(dim=-1)
+    scales, minima = _as_half((maxima - minima) / _LARGEST_CODE[4]), _as_half(minima)
+    codes = _codes(groups, scales, minima, 0, _LARGEST_CODE[4])
     errors = _errors(groups, codes, scales, minima)
     for _ in range(_NUM_FITS):
-        code_mean, mean = codes.mean(-1), groups.mean(-1)
-        centered = codes - code_mean[..., None]
+        code_means, group_means = codes.mean(-1), groups.mean(-1)
+        centered = codes - code_means[..., None]
         slope = (centered * groups).sum(-1) / centered.square().sum(-1).clamp(min=1e-12)
         fitted_scales = _as_half(slope)
-        fitted_minima = _as_half(mean - slope * code_mean)
-        fitted = _codes(groups, fitted_scales, fitted_minima, 0, _LARGEST[4])
-        fitted_errors = _errors(groups, fitted, fitted_scales, fitted_minima)
+        fitted_minima = _as_half(group_means - slope * code_means)
+        fitted_codes = _codes(groups, fitted_scales, fitted_minima, 0, _LARGEST_CODE[4])
+        fitted_errors = _errors(groups, fitted_codes, fitted_scales, fitted_minima)
         is_better = fitted_errors < errors
         scales, minima = torch.where(is_better, fitted_scales, scales), torch.where(is_better, fitted_minima, minima)
-        codes = torch.where(is_better[..., None], fitted, codes)
+        codes = torch.where(is_better[..., None], fitted_codes, codes)
         errors = torch.where(is_better, fitted_errors, errors)
     return codes.to(torch.uint8), scales, minima
 
@@ -156,9 +156,11 @@ def _as_half(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(groups: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Return the codes from `first` to `last`, both included, that are closest to the numbers of each group."""
     inverse = torch.where(scales == 0, 0.0, scales.reciprocal())
     return ((groups - minima[..., None]) * inverse[..., None]).round_().clamp_(first, last)
 
 
 def _errors(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squared errors of each group."""
     return (codes * scales[..., None] + minima[..., None] - groups).square().sum(-1)

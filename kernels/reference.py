@@ -36,17 +36,17 @@ def write_kv(
         for vectors in written:
             torch.maximum(largest, vectors.abs().amax(dim=-1), out=largest)
     block_ids, offsets = slots // pool.block_size, slots % pool.block_size
-    rows = []
+    stored_rows = []
     for k_or_v, vectors in enumerate(written):
         if pool.scales is None:
             stored = vectors.to(pool.dtype)
         else:
             stored, scales = quantize(vectors, pool.dtype if k_or_v else key_dtype(pool.dtype))
             pool.scales[block_ids, layer, k_or_v, :, offsets] = scales
-        rows.append(stored)
+        stored_rows.append(stored)
     if pool.dtype == INT4:
-        rows = [torch.cat(rows, dim=-1)]
-    for k_or_v, stored in enumerate(rows):
+        stored_rows = [torch.cat(stored_rows, dim=-1)]  # the value follows the key
+    for k_or_v, stored in enumerate(stored_rows):
         pool.values[block_ids, layer, k_or_v, :, offsets] = stored
 
 
@@ -68,10 +68,10 @@ def hadamard_transform(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     Returns:
         A new tensor like `vectors`. The bits of a vector do not depend on other vectors.
     """
-    part = hadamard_size(vectors.shape[-1])
-    factor: float = part**-0.5
+    block_size = hadamard_size(vectors.shape[-1])
+    factor: float = block_size**-0.5
     numbers, half = vectors.float(), 1
-    while half < part:
+    while half < block_size:
         pairs = torch.unflatten(numbers, -1, (-1, 2, half))
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         numbers = torch.stack((first + second, first - second), dim=-2).flatten(-3)
@@ -108,10 +108,10 @@ def paged_attention(
         rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
         positions = torch.arange(kv_len, device=query.device)
         block_ids = batch.block_tables[i].long()[positions // batch.block_size]
-        where = (block_ids, layer, slice(None), slice(None), positions % batch.block_size)
-        scales = None if pool.scales is None else pool.scales[where].transpose(0, 1)
+        index = (block_ids, layer, slice(None), slice(None), positions % batch.block_size)
+        scales = None if pool.scales is None else pool.scales[index].transpose(0, 1)
         # [2, kv_len, num_kv_heads, head_dim], [1, ...] in a latent pool
-        kv = pool.numbers(pool.values[where].transpose(0, 1), scales)
+        kv = pool.to_numbers(pool.values[index].transpose(0, 1), scales)
         key = kv[0].repeat_interleave(group_size, dim=1)  # [kv_len, num_query_heads, head_dim]
         value = kv[-1].repeat_interleave(group_size, dim=1)
 
@@ -119,10 +119,10 @@ def paged_attention(
         if scoring.softcap is not None:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
         query_positions = positions[kv_len - (rows.stop - rows.start) :, None]
-        visible = positions <= query_positions
+        is_visible = positions <= query_positions
         if scoring.window is not None:
-            visible &= positions > query_positions - scoring.window
-        scores = scores.masked_fill(~visible, float("-inf"))  # [num_query_heads, num_rows, kv_len]
+            is_visible &= positions > query_positions - scoring.window
+        scores = scores.masked_fill(~is_visible, float("-inf"))  # [num_query_heads, num_rows, kv_len]
         if scoring.sinks is not None:
             sinks = scoring.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat((scores, sinks), dim=-1)
@@ -157,8 +157,8 @@ def dequantize_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: 
     assert pool.scales is not None
     size = (block_ids.shape[0], 1, pool.num_kv_heads, pool.block_size, pool.head_dim)
     plain = KVPool.allocate(*size, dtype=dtype, device=pool.blocks.device, is_latent=pool.is_latent)
-    where = (block_ids.long(), layer)
-    numbers = pool.numbers(pool.values[where].transpose(0, 1), pool.scales[where].transpose(0, 1), dtype)
+    index = (block_ids.long(), layer)
+    numbers = pool.to_numbers(pool.values[index].transpose(0, 1), pool.scales[index].transpose(0, 1), dtype)
     plain.values[:, 0] = numbers.transpose(0, 1)
     return plain
 

@@ -49,14 +49,17 @@ def prefix_order(
     Complexity: O(num_requests x log(num_requests) x max_blocks), in numpy.
     """
     counts = np.asarray(num_units, dtype=np.int64)
-    width = max(1, int(counts.max()) * blocks_per_unit)
-    is_counted = np.arange(width) < counts[:, None] * blocks_per_unit
-    used = np.where(is_counted, tables[:, :width], np.int32(-1))
-    order = np.argsort(used.view(np.dtype((np.void, width * used.itemsize)))[:, 0], kind="stable")
-    differs = used[order[1:]] != used[order[:-1]]
-    same_blocks = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
-    ordered = counts[order]
-    return order, np.minimum(same_blocks // blocks_per_unit, np.minimum(ordered[1:], ordered[:-1]))
+    max_counted_blocks = max(1, int(counts.max()) * blocks_per_unit)
+    is_counted = np.arange(max_counted_blocks) < counts[:, None] * blocks_per_unit
+    counted_blocks = np.where(is_counted, tables[:, :max_counted_blocks], np.int32(-1))
+    # Each row is sorted as one value, of all its bytes.
+    order = np.argsort(
+        counted_blocks.view(np.dtype((np.void, max_counted_blocks * counted_blocks.itemsize)))[:, 0], kind="stable"
+    )
+    differs = counted_blocks[order[1:]] != counted_blocks[order[:-1]]
+    same_blocks = np.where(differs.any(axis=1), differs.argmax(axis=1), max_counted_blocks)
+    ordered_counts = counts[order]
+    return order, np.minimum(same_blocks // blocks_per_unit, np.minimum(ordered_counts[1:], ordered_counts[:-1]))
 
 
 def runs_in_order(num_units: Sequence[int], same_units: Sequence[int]) -> list[OrderedRun]:
@@ -81,18 +84,20 @@ def runs_in_order(num_units: Sequence[int], same_units: Sequence[int]) -> list[O
         same_units: number of units that each request has in common with the next one, from `prefix_order`.
     """
     runs: list[OrderedRun] = []
-    todo = [(0, len(num_units), 0)]
-    while todo:
-        first, end, start = todo.pop()
-        common = min(same_units[first : end - 1], default=num_units[first])
-        if common > start:
-            runs.append(OrderedRun(start, common, first, end))
+    pending = [(0, len(num_units), 0)]  # a range of requests, and the number of their units that are already in runs
+    while pending:
+        first, end, first_unit = pending.pop()
+        common_units = min(same_units[first : end - 1], default=num_units[first])
+        if common_units > first_unit:
+            runs.append(OrderedRun(first_unit, common_units, first, end))
         if end - first == 1:
             continue
-        cut = end
-        for last in range(end - 2, first - 1, -1):  # from the end, so that the first part is on top of the stack
-            if same_units[last] == common:
-                todo.append((last + 1, cut, common))
-                cut = last + 1
-        todo.append((first, cut, common))
+        # The requests are split where neighbors have no further unit in common. The last part is pushed first, so that
+        # the first part is on top of the stack.
+        part_end = end
+        for last in range(end - 2, first - 1, -1):
+            if same_units[last] == common_units:
+                pending.append((last + 1, part_end, common_units))
+                part_end = last + 1
+        pending.append((first, part_end, common_units))
     return runs

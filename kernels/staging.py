@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-_ALIGNMENT_BYTES = 16  # what kernels may assume of an address
+_ALIGNMENT_BYTES = 16  # kernels may assume that the address of each array is a multiple of this
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -45,13 +45,15 @@ class StagedArrays:
             device: device to which they are uploaded.
         """
         num_bytes = [_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in arrays.values()]
-        *_, (last_shape, last_dtype) = arrays.values()
+        last_shape, last_dtype = list(arrays.values())[-1]
         self._last_start = sum(num_bytes[:-1])
         self._last_row_bytes = math.prod(last_shape[1:]) * last_dtype.itemsize
         regions = [torch.zeros(sum(num_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
         self._device_region = torch.zeros_like(regions[0], device=device)
         self.device = _views(self._device_region, arrays, num_bytes)
-        self._hosts = deque((region, _views(region, arrays, num_bytes)) for region in regions)  # the next one first
+        self._hosts = deque(
+            (region, _views(region, arrays, num_bytes)) for region in regions
+        )  # the one to fill next comes first
 
     @property
     def host(self) -> dict[str, torch.Tensor]:
@@ -82,8 +84,8 @@ def _aligned(num_bytes: int) -> int:
 def _views(
     region: torch.Tensor, arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]], num_bytes: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    parts = torch.split(region, list(num_bytes))
+    array_regions = torch.split(region, list(num_bytes))
     return {
-        name: part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        for part, (name, (shape, dtype)) in zip(parts, arrays.items(), strict=True)
+        name: array_region[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        for array_region, (name, (shape, dtype)) in zip(array_regions, arrays.items(), strict=True)
     }

@@ -73,7 +73,7 @@ class TokenWrites:
         """Read the tokens of the first layer from a pool, `[2, num_tokens, num_kv_heads, head_dim]`."""
         where = (self._slots // pool.block_size, 0, slice(None), slice(None), self._slots % pool.block_size)
         scales = None if pool.scales is None else pool.scales[where].transpose(0, 1)
-        return pool.numbers(pool.values[where].transpose(0, 1), scales)
+        return pool.to_numbers(pool.values[where].transpose(0, 1), scales)
 
 
 class BlockCopies:

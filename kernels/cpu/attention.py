@@ -25,8 +25,9 @@ from radixkv.kernels.scoring import Scoring
 # The fused attention distributes blocks of at least this many rows over threads. Fewer rows are one block.
 _ROWS_PER_BLOCK = 32
 
-# Scores in memory at once if the fused attention can't be used because of a softcap: 64 MiB of float32.
-_SOFTCAP_SCORES = 1 << 24
+# Maximum number of scores in memory at once if the fused attention can't be used because of a softcap: 64 MiB in
+# float32.
+_MAX_SOFTCAP_SCORES = 1 << 24
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -42,7 +43,7 @@ def spec_of(query: torch.Tensor, pool: KVPool, scoring: Scoring) -> AttentionSpe
     _, num_query_heads, head_dim = query.shape
     return AttentionSpec(
         group_size=num_query_heads // pool.num_kv_heads,
-        row_numbers=pool.num_kv_heads * head_dim,
+        row_elements=pool.num_kv_heads * head_dim,
         dtype=query.dtype,
         window=scoring.window,
         is_whole=scoring.window is not None or scoring.softcap is not None,
@@ -92,11 +93,11 @@ def _rows_of(query: torch.Tensor, num_kv_heads: int, group: Group) -> torch.Tens
     """
     _, num_query_heads, head_dim = query.shape
     if group.tokens is None:
-        own = query[group.first_token : group.first_token + group.num_tokens]
+        group_queries = query[group.first_token : group.first_token + group.num_tokens]
     else:
-        own = query.index_select(0, group.tokens)
+        group_queries = query.index_select(0, group.tokens)
     # [num_kv_heads, num_tokens, group_size, head_dim]
-    by_head = torch.unflatten(own, 1, (num_kv_heads, -1)).transpose(0, 1)
+    by_head = torch.unflatten(group_queries, 1, (num_kv_heads, -1)).transpose(0, 1)
     num_rows = group.num_tokens * (num_query_heads // num_kv_heads)
     rows = query.new_empty(num_kv_heads, num_rows + ROWS_MULTIPLE - 1, head_dim)
     torch.unflatten(rows[:, :num_rows], 1, by_head.shape[1:3]).copy_(by_head)
@@ -127,23 +128,23 @@ def _attend_group(rows: torch.Tensor, pool: KVPool, layer: int, group: Group, sc
     if not group.strips and scoring.sinks is None:
         return tail
     num_kv_heads, num_rows = tail_lse.shape
-    num_last = 1 if scoring.sinks is None else 2  # the tail, and a sink as a piece without values
-    # Rows are padded with zeros to whole vectors.
-    lses = tail_lse.new_zeros(group.num_pieces + num_last, num_kv_heads, num_rows + -num_rows % VECTOR_ELEMENTS)
-    lses[:-num_last, :, :num_rows] = float("-inf")
-    lses[-num_last, :, :num_rows] = tail_lse
+    num_last_pieces = 1 if scoring.sinks is None else 2  # the tail, and a sink as a piece without values
+    # The rows of each piece are padded with zeros to whole vectors.
+    lses = tail_lse.new_zeros(group.num_pieces + num_last_pieces, num_kv_heads, num_rows + -num_rows % VECTOR_ELEMENTS)
+    lses[:-num_last_pieces, :, :num_rows] = float("-inf")
+    lses[-num_last_pieces, :, :num_rows] = tail_lse
     if scoring.sinks is not None:
         lses[-1, :, :num_rows] = scoring.sinks.view(num_kv_heads, -1).repeat(1, group.num_tokens)
     partials = []
     for strip in group.strips:
         first, end = strip.first_row, strip.end_row
-        filled = rows[:, first : end + -(end - first) % ROWS_MULTIPLE]
+        padded_rows = rows[:, first : end + -(end - first) % ROWS_MULTIPLE]
         key, value = _strip_kv(pool, layer, strip, rows.dtype)
-        partial, lse = _attend(filled.expand(strip.num_units, -1, -1, -1), key, value, None, scoring)
+        partial, lse = _attend(padded_rows.expand(strip.num_units, -1, -1, -1), key, value, None, scoring)
         lses[strip.first_piece : strip.first_piece + strip.num_units, :, first:end] = lse[..., : end - first]
         partials.append(partial[:, :, : end - first])
-    all_shares = shares(lses)[: group.num_pieces + 1, :, :num_rows, None]
-    return merge(group.strips, partials, tail, all_shares)
+    shares = replace_by_shares(lses)[: group.num_pieces + 1, :, :num_rows, None]
+    return merge(group.strips, partials, tail, shares)
 
 
 def _attend_tails(
@@ -156,11 +157,11 @@ def _attend_tails(
     """
     partials, lses = [], []
     for tails in group.tails:
-        own = rows[:, : tails.num_rows] if tails.rows is None else rows.index_select(1, tails.rows)
-        own = torch.unflatten(own, 1, (tails.num_tiles, tails.num_rows))
+        tile_rows = rows[:, : tails.num_rows] if tails.rows is None else rows.index_select(1, tails.rows)
+        tile_rows = torch.unflatten(tile_rows, 1, (tails.num_tiles, tails.num_rows))
         key, value = _tail_kv(pool, layer, tails, rows.dtype)
         attend = _attend if scoring.softcap is None else _attend_softcapped
-        partial, lse = attend(own.transpose(0, 1), key, value, tails.mask(scoring.window, rows.dtype), scoring)
+        partial, lse = attend(tile_rows.transpose(0, 1), key, value, tails.mask(scoring.window, rows.dtype), scoring)
         partials.append(partial.transpose(0, 1).flatten(1, 2))
         lses.append(lse.transpose(0, 1).flatten(1, 2))
     partial = partials[0] if len(partials) == 1 else torch.cat(partials, dim=1)
@@ -188,7 +189,8 @@ def _tail_kv(pool: KVPool, layer: int, tails: Tails, dtype: torch.dtype) -> tupl
     kv = _copy_blocks(pool, layer, tails.block_ids, dtype)
     if tails.unwritten is not None:
         kv.index_fill_(2, tails.unwritten, 0)
-    kv = torch.unflatten(kv, 2, (tails.num_tiles, -1))[:, :, :, tails.first_key : tails.first_key + tails.num_keys]
+    end_key = tails.num_skipped_keys + tails.num_keys
+    kv = torch.unflatten(kv, 2, (tails.num_tiles, -1))[:, :, :, tails.num_skipped_keys : end_key]
     kv = kv.transpose(1, 2)
     return kv[0], kv[-1]
 
@@ -205,7 +207,7 @@ def _copy_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch
     scales = pool.scales
     if scales is not None:
         scales = scales[:, layer].permute(1, 2, 0, 3).index_select(2, block_ids).flatten(2, 3)
-    return _fill_head_dim(pool.numbers(copied, scales, dtype))
+    return _fill_head_dim(pool.to_numbers(copied, scales, dtype))
 
 
 def _attend(
@@ -223,7 +225,7 @@ def _attend(
         Rows like `query`, and the logarithms of their sums of weights, float32 `[n, num_kv_heads, num_rows]`.
     """
     if query.shape[0] * query.shape[1] == 1 and query.shape[2] <= _ROWS_PER_BLOCK and torch.get_num_threads() > 1:
-        # The library would split the sums of a single matmul over its threads, so it gets two equal ones.
+        # The library would split the sums of a single matmul over its threads, so it computes the same matmul twice.
         query, key, value = (tensor.expand(2, -1, -1, -1) for tensor in (query, key, value))
         rows, lse = _fused_attention(query, key, value, attn_mask=mask, scale=scoring.scale)
         return rows[:1], lse[:1]
@@ -243,19 +245,19 @@ def _attend_softcapped(
     assert scoring.sinks is None, "the softcapped path returns no sums of weights"
     rows = torch.empty(query.shape, dtype=torch.float32)
     num_copies = 2 if query.shape[1] == 1 and torch.get_num_threads() > 1 else 1  # as in `_attend`
-    step = max(1, _SOFTCAP_SCORES // (query.shape[1] * key.shape[2]) // ROWS_MULTIPLE) * ROWS_MULTIPLE
+    rows_per_call = max(1, _MAX_SOFTCAP_SCORES // (query.shape[1] * key.shape[2]) // ROWS_MULTIPLE) * ROWS_MULTIPLE
     for tile in range(query.shape[0]):
         tile_key, tile_value = (tensor[tile].float().repeat(num_copies, 1, 1) for tensor in (key, value))
-        for start in range(0, query.shape[2], step):
-            some = slice(start, start + step)
-            scores = query[tile, :, some].float().repeat(num_copies, 1, 1) @ tile_key.mT
+        for start in range(0, query.shape[2], rows_per_call):
+            row_range = slice(start, start + rows_per_call)
+            scores = query[tile, :, row_range].float().repeat(num_copies, 1, 1) @ tile_key.mT
             scores.mul_(scoring.scale / scoring.softcap).tanh_().mul_(scoring.softcap)
-            weights = scores.add_(mask[tile, :, some]).softmax(dim=-1)
-            rows[tile, :, some] = (weights @ tile_value)[: query.shape[1]]
+            weights = scores.add_(mask[tile, :, row_range]).softmax(dim=-1)
+            rows[tile, :, row_range] = (weights @ tile_value)[: query.shape[1]]
     return rows, rows.new_zeros(rows.shape[:3])
 
 
-def shares(lses: torch.Tensor) -> torch.Tensor:
+def replace_by_shares(lses: torch.Tensor) -> torch.Tensor:
     """Replace logarithms of the sums of weights by shares of the softmax sum, in place.
 
     Args:
@@ -293,7 +295,7 @@ def merge(
     for strip, partial in zip(strips, partials, strict=True):
         first, end = strip.first_row, strip.end_row
         pieces = partial.float().mul_(shares[strip.first_piece : strip.first_piece + strip.num_units, :, first:end])
-        first_piece, *others = pieces.unbind()
+        first_piece, *later_pieces = pieces.unbind()
         if merged is None and end - first == num_rows:
             merged = first_piece
         else:
@@ -301,7 +303,7 @@ def merge(
                 # Adding -0.0 leaves every number as it is, -0.0 included.
                 merged = shares.new_full(tail.shape, -0.0)
             merged[:, first:end].add_(first_piece)
-        for piece in others:
+        for piece in later_pieces:
             merged[:, first:end].add_(piece)
     last = tail.float().mul_(shares[-1])
     return last if merged is None else merged.add_(last)

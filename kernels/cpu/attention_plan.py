@@ -47,7 +47,7 @@ class AttentionSpec(NamedTuple):
 
     Attributes:
         group_size: query heads per KV head.
-        row_numbers: elements of a row, over all KV heads: `num_kv_heads * head_dim`.
+        row_elements: elements of a row, over all KV heads: `num_kv_heads * head_dim`.
         dtype: dtype of the queries.
         window: the sliding window, None for full attention.
         is_whole: whether a tile attends to all its keys at once: with a window, or if partial results can't be merged.
@@ -55,7 +55,7 @@ class AttentionSpec(NamedTuple):
     """
 
     group_size: int
-    row_numbers: int
+    row_elements: int
     dtype: torch.dtype
     window: int | None
     is_whole: bool
@@ -94,7 +94,7 @@ class Tails:
         num_tiles: number of tiles.
         num_rows: rows of each tile, a multiple of `ROWS_MULTIPLE`.
         block_ids: int64, the blocks of the keys, tile by tile.
-        first_key: keys to skip in the first block of each tile.
+        num_skipped_keys: keys in the first block of each tile that precede the tile's first key.
         num_keys: keys of each tile, a multiple of `SUM_MULTIPLE`.
         unwritten: int64, the slots of these blocks that may contain any values; None if there are none.
         positions: int64 `[num_tiles, num_rows]`, the position of each row.
@@ -106,7 +106,7 @@ class Tails:
     num_tiles: int
     num_rows: int
     block_ids: torch.Tensor
-    first_key: int
+    num_skipped_keys: int
     num_keys: int
     unwritten: torch.Tensor | None
     positions: torch.Tensor
@@ -155,14 +155,15 @@ class Group:
 _PARTS_PER_UNIT = UNIT_TOKENS // PART_TOKENS
 
 # Maximum rows of a group, and maximum elements of its pieces or of its mask: 64 MiB of float32.
-_GROUP_ROWS = 1024
-_GROUP_NUMBERS = 1 << 24
+_MAX_GROUP_ROWS = 1024
+_MAX_GROUP_ELEMENTS = 1 << 24
 
-# Tokens that are copied at once if K and V can't be read in place: 8 MiB of float32 for 2 heads of 64.
-_COPIED_TOKENS = 8192
+# Maximum number of tokens that are copied at once if K and V can't be read in place: 8 MiB in float32 for 2 heads of
+# 64 dimensions.
+_MAX_COPIED_TOKENS = 8192
 
 # Maximum elements of a mask that is kept for all layers. A larger one, for a long window, is computed in each layer.
-_KEPT_MASK = 1 << 20
+_MAX_KEPT_MASK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ class _QueryTile:
     first_token: int  # packed row of the token at `start`
 
 
-class _Members(NamedTuple):
+class _GroupTiles(NamedTuple):
     """The tiles of a group, in `prefix_order`.
 
     Attributes:
@@ -208,11 +209,13 @@ def plan_cpu_attention(batch: PagedBatch, spec: AttentionSpec) -> list[Group]:
     tiles, tables, num_parts = [tiles[i] for i in order], tables[order], num_parts[order]
     groups = []
     for first, end in _cut_into_groups(tiles, spec):
-        own = slice(first, end)
-        num_rows = [(tile.end - tile.start) * spec.group_size for tile in tiles[own]]
+        in_group = slice(first, end)
+        num_rows = [(tile.end - tile.start) * spec.group_size for tile in tiles[in_group]]
         first_rows = np.cumsum([0, *num_rows])
-        members = _Members(tiles[own], tables[own], num_parts[own], same_parts[first : end - 1], first_rows)
-        groups.append(_group(batch, spec, members))
+        group = _GroupTiles(
+            tiles[in_group], tables[in_group], num_parts[in_group], same_parts[first : end - 1], first_rows
+        )
+        groups.append(_make_group(batch, spec, group))
     return groups
 
 
@@ -221,11 +224,14 @@ def _tiles(batch: PagedBatch, spec: AttentionSpec) -> Iterator[_QueryTile]:
         first_token, end_token = batch.query_starts[i], batch.query_starts[i + 1]
         prefix_len = kv_len - (end_token - first_token)
         for tile_start in range(prefix_len // TILE_TOKENS * TILE_TOKENS, kv_len, TILE_TOKENS):
-            start, tile_end = max(tile_start, prefix_len), min(tile_start + TILE_TOKENS, kv_len)
-            whole = _QueryTile(i, tile_start, start, tile_end, first_token + start - prefix_len)
-            step = max(1, _GROUP_NUMBERS // (_numbers_per_row(whole, spec) * spec.group_size))
-            for at in range(start, tile_end, step):
-                yield _QueryTile(i, tile_start, at, min(at + step, tile_end), first_token + at - prefix_len)
+            tile_end = min(tile_start + TILE_TOKENS, kv_len)
+            first_query = max(tile_start, prefix_len)
+            tile = _QueryTile(i, tile_start, first_query, tile_end, first_token + first_query - prefix_len)
+            # A tile that exceeds the size of a group is divided. Each part attends to the same keys as the tile.
+            max_tokens = max(1, _MAX_GROUP_ELEMENTS // (_elements_per_row(tile, spec) * spec.group_size))
+            for start in range(first_query, tile_end, max_tokens):
+                end = min(start + max_tokens, tile_end)
+                yield _QueryTile(i, tile_start, start, end, first_token + start - prefix_len)
 
 
 def _num_parts(tile: _QueryTile, spec: AttentionSpec) -> int:
@@ -238,30 +244,30 @@ def _num_pieces(num_parts: int) -> int:
     return num_parts // _PARTS_PER_UNIT + num_parts % _PARTS_PER_UNIT
 
 
-def _numbers_per_row(tile: _QueryTile, spec: AttentionSpec) -> int:
+def _elements_per_row(tile: _QueryTile, spec: AttentionSpec) -> int:
     """Return the elements of the pieces of a row, or of its mask, whichever are more."""
-    pieces = _num_pieces(_num_parts(tile, spec)) + 1
-    return max(pieces * spec.row_numbers, _num_keys(tile, spec))
+    num_pieces = _num_pieces(_num_parts(tile, spec)) + 1  # the tail included
+    return max(num_pieces * spec.row_elements, _num_keys(tile, spec))
 
 
 def _cut_into_groups(tiles: Sequence[_QueryTile], spec: AttentionSpec) -> Iterator[tuple[int, int]]:
     """Split tiles, in order, into groups of bounded size, `[first, end)`."""
-    first, rows, max_numbers = 0, 0, 0
+    first, num_rows, row_elements = 0, 0, 0  # of the group that is being filled
     for i, tile in enumerate(tiles):
-        own_rows, own_numbers = (tile.end - tile.start) * spec.group_size, _numbers_per_row(tile, spec)
-        all_rows, max_numbers = rows + own_rows, max(max_numbers, own_numbers)
-        if rows and (all_rows > _GROUP_ROWS or all_rows * max_numbers > _GROUP_NUMBERS):
+        tile_rows, tile_row_elements = (tile.end - tile.start) * spec.group_size, _elements_per_row(tile, spec)
+        new_rows, row_elements = num_rows + tile_rows, max(row_elements, tile_row_elements)
+        if num_rows and (new_rows > _MAX_GROUP_ROWS or new_rows * row_elements > _MAX_GROUP_ELEMENTS):
             yield first, i
-            first, all_rows, max_numbers = i, own_rows, own_numbers
-        rows = all_rows
+            first, new_rows, row_elements = i, tile_rows, tile_row_elements
+        num_rows = new_rows
     yield first, len(tiles)
 
 
-def _group(batch: PagedBatch, spec: AttentionSpec, members: _Members) -> Group:
-    tokens = np.concatenate([tile.first_token + np.arange(tile.end - tile.start) for tile in members.tiles])
+def _make_group(batch: PagedBatch, spec: AttentionSpec, group: _GroupTiles) -> Group:
+    tokens = np.concatenate([tile.first_token + np.arange(tile.end - tile.start) for tile in group.tiles])
     is_range = bool((tokens == tokens[0] + np.arange(len(tokens))).all())
-    strips = [*_strips(batch.block_size, spec, members)] if members.num_parts.any() else []
-    tails, tail_rows = _tails(batch, spec, members)
+    strips = [*_make_strips(batch.block_size, spec, group)] if group.num_parts.any() else []
+    tails, tail_rows = _make_tails(batch, spec, group)
     return Group(
         int(tokens[0]),
         len(tokens),
@@ -273,21 +279,21 @@ def _group(batch: PagedBatch, spec: AttentionSpec, members: _Members) -> Group:
     )
 
 
-def _strips(block_size: int, spec: AttentionSpec, members: _Members) -> Iterator[Strip]:
-    _, tables, num_parts, same_parts, first_rows = members
+def _make_strips(block_size: int, spec: AttentionSpec, group: _GroupTiles) -> Iterator[Strip]:
+    _, tables, num_parts, same_parts, first_rows = group
     num_units = num_parts // _PARTS_PER_UNIT
     for first_unit, end_unit, first, end in runs_in_order(num_units.tolist(), (same_parts // _PARTS_PER_UNIT).tolist()):
         blocks = tables[first, first_unit * UNIT_TOKENS // block_size : end_unit * UNIT_TOKENS // block_size]
         rows = int(first_rows[first]), int(first_rows[end])
         yield from _strips_of_run(blocks, first_unit, UNIT_TOKENS, rows, block_size, spec)
-    # Tiles with a different number of units do not share parts, even if they share the blocks.
+    # Tiles with different numbers of units do not share parts, even if they share the blocks.
     same_parts = np.where(num_units[1:] == num_units[:-1], same_parts, 0)
     for first_part, end_part, first, end in runs_in_order(num_parts.tolist(), same_parts.tolist()):
         parts_in_units = int(num_units[first]) * _PARTS_PER_UNIT
-        first_own = max(first_part, parts_in_units)
-        if first_own < end_part:
-            blocks = tables[first, first_own * PART_TOKENS // block_size : end_part * PART_TOKENS // block_size]
-            first_piece = int(num_units[first]) + first_own - parts_in_units
+        first_outside = max(first_part, parts_in_units)  # parts inside units are in the strips of units
+        if first_outside < end_part:
+            blocks = tables[first, first_outside * PART_TOKENS // block_size : end_part * PART_TOKENS // block_size]
+            first_piece = int(num_units[first]) + first_outside - parts_in_units
             rows = int(first_rows[first]), int(first_rows[end])
             yield from _strips_of_run(blocks, first_piece, PART_TOKENS, rows, block_size, spec)
 
@@ -306,39 +312,44 @@ def _strips_of_run(
     num_units = len(by_unit)
     is_in_place = np.full(num_units, spec.reads_in_place)
     is_in_place &= (by_unit[:, 1:] - by_unit[:, :-1] == 1).all(axis=1)
-    follows = (by_unit[1:, 0] - by_unit[:-1, -1] == 1) & is_in_place[1:]
-    max_copied = max(1, _COPIED_TOKENS // unit_tokens)
+    is_next_adjacent = (by_unit[1:, 0] - by_unit[:-1, -1] == 1) & is_in_place[1:]
+    max_copied_units = max(1, _MAX_COPIED_TOKENS // unit_tokens)
     first = 0
     while first < num_units:
         if is_in_place[first]:
-            breaks = np.flatnonzero(~follows[first:])
+            breaks = np.flatnonzero(~is_next_adjacent[first:])
             end = first + int(breaks[0]) + 1 if len(breaks) else num_units
             yield Strip(first_piece + first, end - first, unit_tokens, *rows, int(by_unit[first, 0]), None)
         else:
-            others = np.flatnonzero(is_in_place[first:])
-            end = min(first + int(others[0]) if len(others) else num_units, first + max_copied)
-            copied = torch.from_numpy(by_unit[first:end].reshape(-1).astype(np.int64))
-            yield Strip(first_piece + first, end - first, unit_tokens, *rows, None, copied)
+            in_place = np.flatnonzero(is_in_place[first:])
+            next_in_place = first + int(in_place[0]) if len(in_place) else num_units
+            end = min(next_in_place, first + max_copied_units)
+            block_ids = torch.from_numpy(by_unit[first:end].reshape(-1).astype(np.int64))
+            yield Strip(first_piece + first, end - first, unit_tokens, *rows, None, block_ids)
         first = end
 
 
-def _tails(batch: PagedBatch, spec: AttentionSpec, members: _Members) -> tuple[tuple[Tails, ...], torch.Tensor | None]:
-    first_rows = members.first_rows
-    by_shape: dict[tuple[int, int], list[int]] = {}  # tiles by their number of rows and of keys
-    for i, tile in enumerate(members.tiles):
+def _make_tails(
+    batch: PagedBatch, spec: AttentionSpec, group: _GroupTiles
+) -> tuple[tuple[Tails, ...], torch.Tensor | None]:
+    first_rows = group.first_rows
+    tiles_by_shape: dict[tuple[int, int], list[int]] = {}  # by their number of rows and of keys
+    for i, tile in enumerate(group.tiles):
         num_rows = -(-int(first_rows[i + 1] - first_rows[i]) // ROWS_MULTIPLE) * ROWS_MULTIPLE
-        by_shape.setdefault((num_rows, _num_keys(tile, spec)), []).append(i)
-    tails, tail_rows, num_before = [], np.empty(int(first_rows[-1]), dtype=np.int64), 0
-    for (num_rows, num_keys), indices in by_shape.items():
-        max_tiles = max(1, _COPIED_TOKENS // num_keys)
+        tiles_by_shape.setdefault((num_rows, _num_keys(tile, spec)), []).append(i)
+    tails, tail_rows, num_tail_rows = [], np.empty(int(first_rows[-1]), dtype=np.int64), 0
+    for (num_rows, num_keys), indices in tiles_by_shape.items():
+        max_tiles = max(1, _MAX_COPIED_TOKENS // num_keys)
         for start in range(0, len(indices), max_tiles):
-            chosen = indices[start : start + max_tiles]
-            tails.append(_tails_of_shape(batch, spec, members, chosen, num_rows, num_keys))
-            for i in chosen:
-                tail_rows[first_rows[i] : first_rows[i + 1]] = num_before + np.arange(first_rows[i + 1] - first_rows[i])
-                num_before += num_rows
-    are_rows = num_before == len(tail_rows) and bool((tail_rows == np.arange(num_before)).all())
-    return tuple(tails), None if are_rows else torch.from_numpy(tail_rows)
+            tile_indices = indices[start : start + max_tiles]
+            tails.append(_tails_of_shape(batch, spec, group, tile_indices, num_rows, num_keys))
+            for i in tile_indices:
+                tail_rows[first_rows[i] : first_rows[i + 1]] = num_tail_rows + np.arange(
+                    first_rows[i + 1] - first_rows[i]
+                )
+                num_tail_rows += num_rows
+    is_same_order = num_tail_rows == len(tail_rows) and bool((tail_rows == np.arange(num_tail_rows)).all())
+    return tuple(tails), None if is_same_order else torch.from_numpy(tail_rows)
 
 
 def _num_keys(tile: _QueryTile, spec: AttentionSpec) -> int:
@@ -359,37 +370,42 @@ def _first_visible(position: int, spec: AttentionSpec) -> int:
 
 
 def _tails_of_shape(
-    batch: PagedBatch, spec: AttentionSpec, members: _Members, chosen: Sequence[int], num_rows: int, num_keys: int
+    batch: PagedBatch,
+    spec: AttentionSpec,
+    group: _GroupTiles,
+    tile_indices: Sequence[int],
+    num_rows: int,
+    num_keys: int,
 ) -> Tails:
-    block_size, tiles = batch.block_size, [members.tiles[i] for i in chosen]
+    block_size, tiles = batch.block_size, [group.tiles[i] for i in tile_indices]
     first_keys = np.array([_first_key(tile, spec) for tile in tiles])  # [num_tiles]
-    own_tokens = np.array([tile.end - tile.start for tile in tiles])[:, None]
+    num_tokens = np.array([tile.end - tile.start for tile in tiles])[:, None]
     starts = np.array([tile.start for tile in tiles])[:, None]
-    positions = starts + np.minimum(np.arange(num_rows) // spec.group_size, own_tokens - 1)
-    own_rows = np.minimum(np.arange(num_rows), own_tokens * spec.group_size - 1)
-    rows = members.first_rows[list(chosen)][:, None] + own_rows
+    positions = starts + np.minimum(np.arange(num_rows) // spec.group_size, num_tokens - 1)
+    rows_in_tile = np.minimum(np.arange(num_rows), num_tokens * spec.group_size - 1)
+    rows = group.first_rows[list(tile_indices)][:, None] + rows_in_tile
 
-    first_key = int(first_keys[0]) % block_size
-    blocks_per_tile = -(-(first_key + num_keys) // block_size)
-    places = first_keys[:, None] // block_size + np.arange(blocks_per_tile)
+    num_skipped_keys = int(first_keys[0]) % block_size  # the same for all tiles of a shape
+    blocks_per_tile = -(-(num_skipped_keys + num_keys) // block_size)
+    table_columns = first_keys[:, None] // block_size + np.arange(blocks_per_tile)
     kv_lens = np.array([batch.kv_lens[tile.request] for tile in tiles])[:, None]
-    in_table = np.minimum(places, (kv_lens - 1) // block_size)
+    table_columns = np.minimum(table_columns, (kv_lens - 1) // block_size)
     slots = (first_keys // block_size * block_size)[:, None] + np.arange(blocks_per_tile * block_size)
     # If the first rows of a tile are not computed, the keys that only they attend to may have been dropped.
     first_visible = np.array([_first_visible(tile.start, spec) for tile in tiles])[:, None]
     is_written = (slots < kv_lens) & (slots >= first_visible)
     tails = Tails(
-        torch.from_numpy(rows.reshape(-1)) if len(members.tiles) > 1 else None,
+        torch.from_numpy(rows.reshape(-1)) if len(group.tiles) > 1 else None,
         len(tiles),
         num_rows,
-        torch.from_numpy(members.tables[np.array(chosen)[:, None], in_table].reshape(-1).astype(np.int64)),
-        first_key,
+        torch.from_numpy(group.tables[np.array(tile_indices)[:, None], table_columns].reshape(-1).astype(np.int64)),
+        num_skipped_keys,
         num_keys,
         None if is_written.all() else torch.from_numpy(np.flatnonzero(~is_written)),
         torch.from_numpy(positions),
         torch.from_numpy(first_keys),
         None,
     )
-    return (
-        replace(tails, kept_mask=tails.mask(spec.window, spec.dtype)) if rows.size * num_keys <= _KEPT_MASK else tails
-    )
+    if rows.size * num_keys > _MAX_KEPT_MASK_ELEMENTS:
+        return tails
+    return replace(tails, kept_mask=tails.mask(spec.window, spec.dtype))

@@ -5,7 +5,7 @@
     blocked        packed by oneDNN
     convolution    packed by oneDNN for 1x1 convolutions, whose pixels are the rows
     plain          the weight as it is: MKL in float32, oneDNN in half precision
-    float32        float16 only: converted once, so that machines without float16 arithmetic multiply in float32
+    float32        float16 weights, converted once: machines without float16 arithmetic multiply them in float32
     int8           weights and rows quantized to 8 bits: results differ, so only if configured
     q8, q4         weights quantized to 8 or 4 bits, for our own C++ kernels: only if configured, or if the file of the
                    model contains quantized weights
@@ -30,9 +30,9 @@ ALIGNMENT_BYTES = 64  # of rows: vector loads must not depend on where a row sta
 _MKL: Any = torch.ops.mkl
 _MKLDNN: Any = torch.ops.mkldnn
 
-# Row count that a weight is packed for. oneDNN is as fast with other row counts. MKL is not: if packed for 16 rows, 64
-# rows take 1.8 times as long; if packed for 512 rows, they take 0.85 times as long as if packed for 64, and few rows
-# take the same time.
+# The row counts that weights are packed for. oneDNN is as fast with other row counts. MKL is not: if packed for 16
+# rows, 64 rows take 1.8 times as long; if packed for 512 rows, they take 0.85 times as long as if packed for 64, and
+# few rows take the same time.
 _HINTED_ROWS = 64
 _HINTED_ROWS_OF_MKL = 512
 
@@ -73,8 +73,10 @@ def gemm_backends(weight: torch.Tensor) -> tuple[str, ...]:
         excluded.add("packed")
     if not gemm.multiplies(weight):
         excluded.add("native")
-    names = [name for name, backend in GEMM_BACKENDS.items() if dtype in backend.dtypes and name not in excluded]
-    return tuple(name for name in names if name not in _ONEDNN or _onednn_computes(_ONEDNN[name] or dtype))
+    for name, onednn_dtype in _ONEDNN_DTYPES.items():
+        if not _onednn_computes(onednn_dtype or dtype):
+            excluded.add(name)
+    return tuple(name for name, backend in GEMM_BACKENDS.items() if dtype in backend.dtypes and name not in excluded)
 
 
 def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -101,7 +103,7 @@ def _plain_matmul(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
 
 
-def _concat(pack: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+def _concatenating(pack: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
     """Return a function that concatenates weights and then packs them."""
     return lambda *weights: pack(weights[0] if len(weights) == 1 else torch.cat(weights))
 
@@ -115,7 +117,7 @@ def _quantized_packer(bits: int) -> Callable[..., gemm.QuantizedPanels]:
     return lambda *weights: gemm.QuantizedPanels(map(quantized, weights), weights[0].dtype)
 
 
-def _align(weight: torch.Tensor) -> torch.Tensor:
+def _aligned_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.data_ptr() % ALIGNMENT_BYTES == 0 else weight.clone()
 
 
@@ -162,8 +164,8 @@ def _pack_convolution(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _convolution_matmul(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    output = _MKLDNN._convolution_pointwise(_pixels(rows), packed, bias, *_ONE_PIXEL, "none", [], "")
-    return _rows(output)
+    output = _MKLDNN._convolution_pointwise(_as_pixels(rows), packed, bias, *_ONE_PIXEL, "none", [], "")
+    return _as_rows(output)
 
 
 def _convolution_gate(
@@ -173,19 +175,19 @@ def _convolution_gate(
     up: torch.Tensor,
     up_bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    pixels = _pixels(rows)
+    pixels = _as_pixels(rows)
     gates = _MKLDNN._convolution_pointwise(pixels, gate, gate_bias, *_ONE_PIXEL, "swish", [], "")
     gated = _MKLDNN._convolution_pointwise.binary(pixels, gates, up, up_bias, *_ONE_PIXEL, "mul", None, None, [], None)
-    return _rows(gated)
+    return _as_rows(gated)
 
 
-def _pixels(rows: torch.Tensor) -> torch.Tensor:
+def _as_pixels(rows: torch.Tensor) -> torch.Tensor:
     """View rows `[num_rows, width]` as an image of height 1: `[1, width, 1, num_rows]`, channels last."""
     num_rows, width = rows.shape
     return rows.as_strided((1, width, 1, num_rows), (num_rows * width, 1, num_rows * width, width))
 
 
-def _rows(pixels: torch.Tensor) -> torch.Tensor:
+def _as_rows(pixels: torch.Tensor) -> torch.Tensor:
     return pixels.permute(0, 2, 3, 1).reshape(pixels.shape[3], -1)
 
 
@@ -198,7 +200,7 @@ def _float32_matmul(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor
 
 
 # Backends of oneDNN, with the dtype that each computes in; None for the dtype of the weight.
-_ONEDNN: dict[str, torch.dtype | None] = {"blocked": None, "convolution": None, "float32": torch.float32}
+_ONEDNN_DTYPES: dict[str, torch.dtype | None] = {"blocked": None, "convolution": None, "float32": torch.float32}
 
 # Backends whose weights are quantized and whose rows are not, with the bits of a code.
 QUANTIZED_BITS = {"q8": 8, "q4": 4}
@@ -208,12 +210,14 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Likely fast backends come first, so that slower ones are dropped early.
 GEMM_BACKENDS = {
     "native": GemmBackend(gemm.Panels, gemm.multiply, gemm.DTYPES, gemm.gate, is_batch_invariant=True),
-    "blocked": GemmBackend(_concat(_pack_for_onednn), _onednn_matmul, _FLOATS, _onednn_gate),
-    "packed": GemmBackend(_concat(_pack_for_mkl), _mkl_matmul, (torch.float32,)),
-    "convolution": GemmBackend(_concat(_pack_convolution), _convolution_matmul, (torch.bfloat16,), _convolution_gate),
-    "plain": GemmBackend(_concat(_align), _plain_matmul, _FLOATS),
-    "float32": GemmBackend(_concat(_pack_float32), _float32_matmul, (torch.float16,)),
-    "int8": GemmBackend(_concat(pack_int8), int8_linear, _FLOATS),
+    "blocked": GemmBackend(_concatenating(_pack_for_onednn), _onednn_matmul, _FLOATS, _onednn_gate),
+    "packed": GemmBackend(_concatenating(_pack_for_mkl), _mkl_matmul, (torch.float32,)),
+    "convolution": GemmBackend(
+        _concatenating(_pack_convolution), _convolution_matmul, (torch.bfloat16,), _convolution_gate
+    ),
+    "plain": GemmBackend(_concatenating(_aligned_weight), _plain_matmul, _FLOATS),
+    "float32": GemmBackend(_concatenating(_pack_float32), _float32_matmul, (torch.float16,)),
+    "int8": GemmBackend(_concatenating(pack_int8), int8_linear, _FLOATS),
     **{
         name: GemmBackend(_quantized_packer(bits), gemm.multiply, gemm.DTYPES, gemm.gate, is_batch_invariant=True)
         for name, bits in QUANTIZED_BITS.items()

@@ -33,7 +33,7 @@ _SCORED_ROWS = (1, 8, 64, 512)
 # rows as it was in a model.
 _COPIES_TO_CACHE_RATIO = 2
 _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-_CACHE_BYTES = 128 * 2**20  # if the system does not report it
+_DEFAULT_CACHE_BYTES = 128 * 2**20  # if the system does not report the size
 _MAX_COPIES = 32
 # Positions of rows at which results are compared: the start, the end, and another order.
 _NUM_POSITIONS = 3
@@ -53,7 +53,7 @@ _MAX_TIMED_NUMBERS = 2**23
 # A backend that takes more than this many times as long as the fastest one with a part of the weight is dropped at
 # once. Without hardware support, a convolution in bfloat16 to more than 256 features takes 150 times as long.
 _MAX_SLOWDOWN = 8.0
-_NUM_PART_FEATURES = 512  # features, in and out
+_MAX_PART_FEATURES = 512  # input features of this part, and output features
 
 # For a row count not yet timed, a backend is assumed to be at most this many times as fast as the leader.
 _MAX_RELATIVE_SPEED = 1.5
@@ -113,32 +113,36 @@ def choose_gemm(
     watch = Stopwatch.here() if clock is None else Stopwatch(clock)
     end_s = watch.now() + limit_s
 
-    def left_s() -> float:
+    def remaining_s() -> float:
         return end_s - watch.now()
 
     sizes = tuple(size for size in SIZES if size <= max_rows)
-    num_timed = max(_NUM_PART_FEATURES, _MAX_TIMED_NUMBERS // weight.shape[1])
-    rows, part, part_bias = sensitive_linear(weight[:num_timed], None if bias is None else bias[:num_timed], sizes[-1])
+    num_timed = max(_MAX_PART_FEATURES, _MAX_TIMED_NUMBERS // weight.shape[1])
+    rows, timed_weight, timed_bias = sensitive_linear(
+        weight[:num_timed], None if bias is None else bias[:num_timed], sizes[-1]
+    )
     scored_rows = [min(num_rows, sizes[-1]) for num_rows in _SCORED_ROWS]
-    names = _without_slow(backends, rows[:2], part, part_bias, watch)
-    batch_invariant = next((each for each in backends if GEMM_BACKENDS[each].is_batch_invariant), None)
+    names = _without_slow(backends, rows[:2], timed_weight, timed_bias, watch)
+    batch_invariant = next((name for name in backends if GEMM_BACKENDS[name].is_batch_invariant), None)
     candidates = [_RankedBackend(names[0])]
     if len(names) > 1:
         reserved_s = limit_s / 2 if is_exact and batch_invariant is None and limit_s < math.inf else 0.0
-        candidates = _time_in_turn(names, rows, part, part_bias, scored_rows, watch, lambda: left_s() - reserved_s)
+        candidates = _time_in_turn(
+            names, rows, timed_weight, timed_bias, scored_rows, watch, lambda: remaining_s() - reserved_s
+        )
     if watch.is_busy and batch_invariant is not None:
         return GemmChoice(batch_invariant)
     if not is_exact:
         return GemmChoice(candidates[0].name)
-    whole = rows, part, part_bias
-    if len(part) < len(weight):
+    trial_inputs = rows, timed_weight, timed_bias
+    if len(timed_weight) < len(weight):
         for candidate in candidates:
-            candidate.scale(len(weight) / len(part))
-        if not GEMM_BACKENDS[candidates[0].name].is_batch_invariant:  # or it is chosen without a check
-            whole = sensitive_linear(weight, bias, sizes[-1])
-    best = _fastest_exact(candidates, whole, sizes, scored_rows, watch, left_s)
+            candidate.scale(len(weight) / len(timed_weight))
+        if not GEMM_BACKENDS[candidates[0].name].is_batch_invariant:  # otherwise it is chosen without a check
+            trial_inputs = sensitive_linear(weight, bias, sizes[-1])
+    best = _fastest_exact(candidates, trial_inputs, sizes, scored_rows, watch, remaining_s)
     if best is None and limit_s < math.inf:  # larger row counts, for which there was no time, may agree
-        best = _fastest_exact(candidates, whole, sizes, scored_rows, watch, lambda: math.inf)
+        best = _fastest_exact(candidates, trial_inputs, sizes, scored_rows, watch, lambda: math.inf)
     return best
 
 
@@ -148,8 +152,8 @@ class _RankedBackend:
 
     Attributes:
         name: name of the backend.
-        calls: matmuls with the copies of the weight, in turn; None while there are none.
-        known: measured seconds per call, by row count.
+        calls: matmuls with the copies of the weight, in turn; None while no copy is packed.
+        measured_s: measured seconds per call, by row count.
         costs: seconds per call, by row count; estimates for row counts that were not timed.
         score: score of the costs; lower is better. If the backend was dropped early, its best possible score; infinite
             if it was not timed.
@@ -157,14 +161,14 @@ class _RankedBackend:
 
     name: str
     calls: Iterator[Call] | None = None
-    known: dict[int, float] = field(default_factory=dict)
+    measured_s: dict[int, float] = field(default_factory=dict)
     costs: dict[int, float] = field(default_factory=dict)
     score: float = math.inf
 
     def scale(self, factor: float) -> None:
         """Extrapolate times with a part of a weight to the whole weight."""
         self.calls = None
-        self.known = {num_rows: factor * cost_s for num_rows, cost_s in self.known.items()}
+        self.measured_s = {num_rows: factor * seconds for num_rows, seconds in self.measured_s.items()}
         self.score += len(_SCORED_ROWS) * math.log(factor)
 
 
@@ -178,13 +182,11 @@ def _without_slow(
     """Return the backends that are not far slower than the fastest one with the first features of a weight."""
     if len(names) == 1:
         return list(names)
-    part, part_bias = (
-        weight[:_NUM_PART_FEATURES, :_NUM_PART_FEATURES],
-        None if bias is None else bias[:_NUM_PART_FEATURES],
-    )
-    rows = rows[:, :_NUM_PART_FEATURES]
-    times = {name: watch.shortest(itertools.repeat(_pack(name, part, part_bias)), aligned_rows(rows)) for name in names}
-    return [name for name in names if times[name] <= _MAX_SLOWDOWN * min(times.values())]
+    part = weight[:_MAX_PART_FEATURES, :_MAX_PART_FEATURES]
+    part_bias = None if bias is None else bias[:_MAX_PART_FEATURES]
+    rows = aligned_rows(rows[:, :_MAX_PART_FEATURES])
+    times_s = {name: watch.shortest_s(itertools.repeat(_pack(name, part, part_bias)), rows) for name in names}
+    return [name for name in names if times_s[name] <= _MAX_SLOWDOWN * min(times_s.values())]
 
 
 def _time_in_turn(
@@ -194,46 +196,45 @@ def _time_in_turn(
     bias: torch.Tensor | None,
     scored_rows: Sequence[int],
     watch: Stopwatch,
-    left_s: Callable[[], float],
+    remaining_s: Callable[[], float],
 ) -> list[_RankedBackend]:
     """Time backends one after the other. A backend that can't catch up with the leader is dropped early.
 
     Returns:
         All of them, the fastest first, and those that were not timed last.
     """
-    candidates = [
-        _RankedBackend(name) for name in sorted(names, key=lambda name: not GEMM_BACKENDS[name].is_batch_invariant)
-    ]
-    first: _RankedBackend | None = None
+    batch_invariant_first = sorted(names, key=lambda name: not GEMM_BACKENDS[name].is_batch_invariant)
+    candidates = [_RankedBackend(name) for name in batch_invariant_first]
+    leader: _RankedBackend | None = None
     for candidate in candidates:
-        if left_s() <= 0:
+        if remaining_s() <= 0:
             break
         candidate.calls = cold_calls(candidate.name, weight, bias)
         allowance = HEAD_START if GEMM_BACKENDS[candidate.name].is_batch_invariant else 1.0
         # Optimistic estimates for the row counts that are not timed yet.
-        costs = (
-            {}
-            if first is None
-            else {num_rows: cost_s / _MAX_RELATIVE_SPEED for num_rows, cost_s in first.costs.items()}
-        )
+        leader_costs = {} if leader is None else leader.costs
+        costs = {num_rows: cost_s / _MAX_RELATIVE_SPEED for num_rows, cost_s in leader_costs.items()}
         for num_rows in dict.fromkeys(scored_rows):
-            # Small row counts are always timed: the costs of the others are extrapolated from them.
-            if num_rows > _MIN_SET_ROWS and 2 * (expected_s := _expected_s(candidate.known, num_rows)) > left_s():
-                costs[num_rows] = expected_s
+            # Small row counts are always timed: the costs of the others are extrapolated from them. Another row count
+            # is timed if there is time for two calls.
+            is_small = num_rows <= _MIN_SET_ROWS
+            if is_small or 2 * _expected_s(candidate.measured_s, num_rows) <= remaining_s():
+                candidate.measured_s[num_rows] = watch.shortest_s(candidate.calls, aligned_rows(rows[:num_rows]))
+                costs[num_rows] = candidate.measured_s[num_rows]
             else:
-                costs[num_rows] = candidate.known[num_rows] = watch.shortest(
-                    candidate.calls, aligned_rows(rows[:num_rows])
-                )
-            if first is not None and _score([costs[each] / allowance for each in scored_rows]) >= first.score:
+                costs[num_rows] = _expected_s(candidate.measured_s, num_rows)
+            if leader is not None and _score([costs[size] / allowance for size in scored_rows]) >= leader.score:
                 break
-        candidate.costs, candidate.score = costs, _score([costs[each] / allowance for each in scored_rows])
-        behind = candidate
-        if first is None or candidate.score < first.score:
-            first, behind = candidate, first or candidate
-        if behind is not first:
-            behind.calls = None  # free its weights; they are packed again in the rare case that they are needed
+        candidate.costs, candidate.score = costs, _score([costs[size] / allowance for size in scored_rows])
+        previous_leader = leader
+        if leader is None or candidate.score < leader.score:
+            leader = candidate
+        # Free the weights of the slower backend. They are packed again in the rare case that they are needed.
+        slower = previous_leader if leader is candidate else candidate
+        if slower is not None:
+            slower.calls = None
     ranked = sorted(candidates, key=lambda candidate: candidate.score)
-    _confirm(ranked, rows, weight, bias, scored_rows, watch, left_s)
+    _confirm(ranked, rows, weight, bias, scored_rows, watch, remaining_s)
     return sorted(ranked, key=lambda candidate: candidate.score)
 
 
@@ -244,68 +245,68 @@ def _confirm(
     bias: torch.Tensor | None,
     scored_rows: Sequence[int],
     watch: Stopwatch,
-    left_s: Callable[[], float],
+    remaining_s: Callable[[], float],
 ) -> None:
     """If the leader is not batch-invariant, time it again, alternating with the fastest batch-invariant backend.
 
-    The leader keeps the lead only if its score, with the slower one of its two times for each row count, beats that of
-    the other backend with the faster ones, since a disturbance of the machine rarely affects both measurements. If no
-    time is left for this, it does not keep the lead. A wrong leader costs a model
-    more than a right one gains, because the layer no longer runs in one call: decoding a token with `tiny` took 6.3 ms
-    instead of 3.6 ms.
+    Each of the two then has two times for each row count, since a disturbance of the machine rarely affects both
+    measurements. The leader keeps the lead only if its slower times still give a better score than the faster times of
+    the batch-invariant backend. If no time is left for this, the leader does not keep the lead. A wrong leader costs a
+    model more than a right one gains, because the layer no longer runs in one call: decoding a token with `tiny` took
+    6.3 ms instead of 3.6 ms.
     """
     leader = ranked[0]
-    batch_invariant = next(
-        (each for each in ranked if GEMM_BACKENDS[each.name].is_batch_invariant and each.score < math.inf), None
-    )
+    timed = [candidate for candidate in ranked if candidate.score < math.inf]
+    batch_invariant = next((each for each in timed if GEMM_BACKENDS[each.name].is_batch_invariant), None)
     if batch_invariant is None or batch_invariant is leader:
         return
-    if left_s() <= 0:
+    if remaining_s() <= 0:
         leader.score = math.inf
         return
-    calls = {each: each.calls or cold_calls(each.name, weight, bias) for each in (leader, batch_invariant)}
+    leader_calls = leader.calls or cold_calls(leader.name, weight, bias)
+    batch_invariant_calls = batch_invariant.calls or cold_calls(batch_invariant.name, weight, bias)
     for num_rows in dict.fromkeys(scored_rows):
         aligned = aligned_rows(rows[:num_rows])
-        again_s = {each: watch.shortest(own, aligned) for each, own in calls.items()}
-        leader.costs[num_rows] = max(leader.costs[num_rows], again_s[leader])
-        batch_invariant.costs[num_rows] = min(batch_invariant.costs[num_rows], again_s[batch_invariant])
-    leader.score = _score([leader.costs[each] for each in scored_rows])
-    batch_invariant.score = _score([batch_invariant.costs[each] / HEAD_START for each in scored_rows])
+        leader.costs[num_rows] = max(leader.costs[num_rows], watch.shortest_s(leader_calls, aligned))
+        again_s = watch.shortest_s(batch_invariant_calls, aligned)
+        batch_invariant.costs[num_rows] = min(batch_invariant.costs[num_rows], again_s)
+    leader.score = _score([leader.costs[size] for size in scored_rows])
+    batch_invariant.score = _score([batch_invariant.costs[size] / HEAD_START for size in scored_rows])
 
 
 def _fastest_exact(
     candidates: Sequence[_RankedBackend],
-    whole: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    trial_inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     sizes: Sequence[int],
     scored_rows: Sequence[int],
     watch: Stopwatch,
-    left_s: Callable[[], float],
+    remaining_s: Callable[[], float],
 ) -> GemmChoice | None:
     """Choose the fastest backend, with row counts that give bitwise identical results.
 
     Args:
         candidates: backends, the fastest first.
-        whole: rows, weight and bias of the checks.
+        trial_inputs: rows, weight and bias of the checks.
         sizes: row counts, in ascending order.
         scored_rows: row counts that the score is computed from.
         watch: times calls.
-        left_s: returns the seconds that are left.
+        remaining_s: returns the seconds until the time limit.
 
     Returns:
         The choice; None if no backend is batch-invariant for any of the row counts that there was time to check.
     """
-    rows, weight, bias = whole
+    rows, weight, bias = trial_inputs
     best: GemmChoice | None = None
     best_score = math.inf
     for candidate in candidates:
-        if best is not None and (candidate.score >= best_score or left_s() <= 0):
+        if best is not None and (candidate.score >= best_score or remaining_s() <= 0):
             break  # restricting the row counts does not make a backend faster
         if GEMM_BACKENDS[candidate.name].is_batch_invariant:
             best_score, best = candidate.score, GemmChoice(candidate.name)
             continue
         calls = candidate.calls or cold_calls(candidate.name, weight, bias)
-        affordable = _affordable(sizes, calls, rows, candidate.known, watch, left_s)
-        for costs in _agreeing_sets(calls, rows, affordable, candidate.known, watch):
+        affordable_sizes = _affordable_sizes(sizes, calls, rows, candidate.measured_s, watch, remaining_s)
+        for costs in _agreeing_sets(calls, rows, affordable_sizes, candidate.measured_s, watch):
             score = _score([RowTiles(costs).cost(num_rows) for num_rows in scored_rows])
             if score < best_score:
                 best_score, best = score, GemmChoice(candidate.name, tuple(sorted(costs.items())))
@@ -346,7 +347,7 @@ def _cache_bytes() -> int:
     try:
         return int(_CACHE_SIZE.read_text(encoding="ascii").strip().removesuffix("K")) * 1024
     except (OSError, ValueError):
-        return _CACHE_BYTES
+        return _DEFAULT_CACHE_BYTES
 
 
 def _pack(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Call:
@@ -356,18 +357,18 @@ def _pack(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Call:
     return lambda rows: backend.multiply(rows, packed, bias)
 
 
-def _score(times: Sequence[float]) -> float:
+def _score(times_s: Sequence[float]) -> float:
     """Sum the logarithms of times: lower is better, and a speedup counts the same for few rows as for many."""
-    return sum(math.log(max(each, 1e-9)) for each in times)
+    return sum(math.log(max(time_s, 1e-9)) for time_s in times_s)
 
 
-def _affordable(
+def _affordable_sizes(
     sizes: Sequence[int],
     calls: Iterator[Call],
     rows: torch.Tensor,
-    known: Mapping[int, float],
+    measured_s: Mapping[int, float],
     watch: Stopwatch,
-    left_s: Callable[[], float],
+    remaining_s: Callable[[], float],
 ) -> tuple[int, ...]:
     """Return the row counts that there is time to check: all of them, or one of `_SELECTIONS`.
 
@@ -375,34 +376,34 @@ def _affordable(
         sizes: row counts, in ascending order.
         calls: matmuls with the weight.
         rows: input rows.
-        known: measured costs of some row counts.
-        watch: times the calls whose costs are not known.
-        left_s: returns the seconds that are left.
+        measured_s: measured costs of some row counts.
+        watch: times the calls whose costs are not measured_s.
+        remaining_s: returns the seconds until the time limit.
     """
-    few = tuple(size for size in sizes if size <= _MIN_SET_ROWS)
-    costs = dict(known)
-    for size in {few[0], few[-1]} - known.keys():
-        costs[size] = watch.shortest(calls, aligned_rows(rows[:size]))
-    time_s = left_s()
+    small_sizes = tuple(size for size in sizes if size <= _MIN_SET_ROWS)
+    costs = dict(measured_s)
+    for size in {small_sizes[0], small_sizes[-1]} - measured_s.keys():
+        costs[size] = watch.shortest_s(calls, aligned_rows(rows[:size]))
+    available_s = remaining_s()
     for selection in (sizes, *_SELECTIONS):
         selected = tuple(size for size in sizes if size in selection)
-        if sum(_NUM_POSITIONS * _expected_s(costs, size) for size in selected) <= time_s:
+        if sum(_NUM_POSITIONS * _expected_s(costs, size) for size in selected) <= available_s:
             break
     return selected
 
 
 def _expected_s(costs: Mapping[int, float], num_rows: int) -> float:
     """Extrapolate the cost of a row count linearly from the costs of small ones."""
-    few, more = min(costs), max(size for size in costs if size <= _MIN_SET_ROWS)
-    row_s = max(0.0, costs[more] - costs[few]) / max(1, more - few)
-    return costs[few] + (num_rows - few) * row_s
+    smallest, largest = min(costs), max(size for size in costs if size <= _MIN_SET_ROWS)
+    row_s = max(0.0, costs[largest] - costs[smallest]) / max(1, largest - smallest)
+    return costs[smallest] + (num_rows - smallest) * row_s
 
 
 def _agreeing_sets(
     calls: Iterator[Call],
     rows: torch.Tensor,
     sizes: Sequence[int],
-    known: Mapping[int, float],
+    measured_s: Mapping[int, float],
     watch: Stopwatch,
 ) -> list[dict[int, float]]:
     """Group row counts into disjoint sets that give bitwise identical results. Some row counts may be in no set.
@@ -410,20 +411,20 @@ def _agreeing_sets(
     Returns the cost of each row count of each set.
 
     Args:
-        known: measured costs of some row counts.
+        measured_s: measured costs of some row counts.
     """
     rows = rows[: sizes[-1]]
     order = torch.randperm(sizes[-1], generator=torch.Generator().manual_seed(0))
-    sets: list[tuple[torch.Tensor, dict[int, float]]] = []  # result for all rows, costs
+    sets: list[tuple[torch.Tensor, dict[int, float]]] = []  # the result of a set for all rows, and its costs
     for size in reversed(sizes):
         positions: list[slice | torch.Tensor] = [slice(-size, None), order[:size]]
         if size < sizes[-1]:
             positions.append(slice(size))
-        results, times = [], []
+        results, call_times = [], []
         for position in positions:
-            result, took = watch.time(next(calls), aligned_rows(rows[position]))
+            result, call_time = watch.time(next(calls), aligned_rows(rows[position]))
             results.append(result)
-            times.append(took)
+            call_times.append(call_time)
 
         def agrees(
             expected: torch.Tensor,
@@ -438,10 +439,14 @@ def _agreeing_sets(
         if costs is None:
             if size < min(_MIN_SET_ROWS, sizes[-1]):
                 continue
-            whole = results[0] if size == sizes[-1] else in_tiles(next(calls), rows, RowTiles({size: 1.0}))
-            if not agrees(whole):
+            # Begin a new set, unless calls with this row count do not even agree with each other.
+            expected = results[0] if size == sizes[-1] else in_tiles(next(calls), rows, RowTiles({size: 1.0}))
+            if not agrees(expected):
                 continue
             costs = {}
-            sets.append((whole, costs))
-        costs[size] = known[size] if size in known else watch.shortest(calls, aligned_rows(rows[:size]), times)
+            sets.append((expected, costs))
+        if size in measured_s:
+            costs[size] = measured_s[size]
+        else:
+            costs[size] = watch.shortest_s(calls, aligned_rows(rows[:size]), call_times)
     return [costs for _, costs in sets]

@@ -14,9 +14,10 @@ import torch
 
 _LARGEST = 127
 _MAX_FEATURES = (2**31 - 1) // _LARGEST**2  # with more, a sum may overflow
-_SMALLEST_SCALE = 1e-30  # of a row of zeros
+_SMALLEST_SCALE = 1e-30  # the scale of a row of zeros
 _ONEDNN: Any = torch.ops.onednn
-_TRIED_FEATURES = (3, 64, 300)
+_TRIED_IN_FEATURES = (3, 64, 300)
+_TRIED_ROWS, _TRIED_OUT_FEATURES = 17, 33
 
 
 class Int8Weight(NamedTuple):
@@ -79,11 +80,14 @@ def adds_integers_exactly() -> bool:
     if not torch._C._has_mkldnn:
         return False
     generator = torch.Generator().manual_seed(0)
-    for width in _TRIED_FEATURES:
-        rows, weight = (
-            (torch.randint(0, 2, (count, width), generator=generator) * 2 - 1) * _LARGEST for count in (17, 33)
-        )
-        rows[0] = weight[0] = _LARGEST
+
+    def random_extremes(num_rows: int, num_columns: int) -> torch.Tensor:
+        return (torch.randint(0, 2, (num_rows, num_columns), generator=generator) * 2 - 1) * _LARGEST
+
+    for in_features in _TRIED_IN_FEATURES:
+        rows = random_extremes(_TRIED_ROWS, in_features)
+        weight = random_extremes(_TRIED_OUT_FEATURES, in_features)
+        rows[0] = weight[0] = _LARGEST  # the largest possible sum
         packed = pack_int8(weight.float())
         if not torch.equal(_int8_matmul(rows.to(torch.int8), packed), (rows @ weight.t()).float() * packed.scales):
             return False

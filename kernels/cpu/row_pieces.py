@@ -42,12 +42,15 @@ def in_row_pieces(function: Callable[..., torch.Tensor], rows: torch.Tensor, *ar
 
 
 def _rows_of_calls(num_rows: int, num_columns: int) -> list[int]:
+    """Return the number of rows of each call: one call for all threads, then calls for one thread each."""
     num_threads = torch.get_num_threads()
-    shared = num_rows - num_rows % num_threads
-    if num_threads > 1 and shared * num_columns < num_threads * ELEMENTS_PER_CALL:
-        shared = 0  # torch would use fewer threads, and might split a row
+    num_shared_rows = num_rows - num_rows % num_threads
+    if num_threads > 1 and num_shared_rows * num_columns < num_threads * ELEMENTS_PER_CALL:
+        num_shared_rows = 0  # torch would use fewer threads, and might split a row
+    calls = [num_shared_rows] if num_shared_rows else []
     rows_per_call = max(1, ELEMENTS_PER_CALL // num_columns)
-    rest = num_rows - shared
-    calls = [shared] if shared else []
-    calls += [rows_per_call] * (rest // rows_per_call)
-    return calls + ([rest % rows_per_call] if rest % rows_per_call or not num_rows else [])
+    num_full_calls, num_last_rows = divmod(num_rows - num_shared_rows, rows_per_call)
+    calls += [rows_per_call] * num_full_calls
+    if num_last_rows or not num_rows:  # without rows, there is a call with an empty tensor
+        calls.append(num_last_rows)
+    return calls

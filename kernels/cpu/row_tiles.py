@@ -41,8 +41,10 @@ class RowTiles:
         cover = self._covers.get(num_rows)
         if cover is None:
             largest = max(self.costs)
-            num_whole = max(0, num_rows // largest - 1)  # the cheapest cover of the rest may have smaller calls only
-            cover = self._covers[num_rows] = (largest,) * num_whole + self._cheapest[num_rows - num_whole * largest]
+            # The last rows, fewer than twice `largest`, may be cheapest in calls that are all smaller than `largest`.
+            num_largest = max(0, num_rows // largest - 1)
+            cover = (largest,) * num_largest + self._cheapest[num_rows - num_largest * largest]
+            self._covers[num_rows] = cover
         return cover
 
     def cost(self, num_rows: int) -> float:
@@ -52,16 +54,19 @@ class RowTiles:
     @cached_property
     def _cheapest(self) -> list[tuple[int, ...]]:
         """The cheapest cover of each number of rows, from 0 to less than twice the largest row count."""
-        best = [0.0]
-        last = [0]
+        min_costs = [0.0]  # by number of rows
+        last_sizes = [0]  # the row count of one call of the cheapest cover
         for num_rows in range(1, 2 * max(self.costs)):
-            cost, size = min((best[max(0, num_rows - size)] + cost, -size) for size, cost in self.costs.items())
-            best.append(cost)
-            last.append(-size)
+            # Of several sizes with the same total cost, the largest one is chosen.
+            cost, negative_size = min(
+                (min_costs[max(0, num_rows - size)] + size_cost, -size) for size, size_cost in self.costs.items()
+            )
+            min_costs.append(cost)
+            last_sizes.append(-negative_size)
         covers: list[tuple[int, ...]] = [()]
-        for num_rows in range(1, len(best)):
-            before = covers[max(0, num_rows - last[num_rows])]
-            covers.append(tuple(sorted((*before, last[num_rows]), reverse=True)))
+        for num_rows in range(1, len(min_costs)):
+            other_calls = covers[max(0, num_rows - last_sizes[num_rows])]
+            covers.append(tuple(sorted((*other_calls, last_sizes[num_rows]), reverse=True)))
         return covers
 
 
@@ -89,4 +94,4 @@ def in_tiles(function: RowFunction, rows: torch.Tensor, tiles: RowTiles) -> torc
         rows = pad(rows, (0, 0, 0, padding))
     if len(sizes) == 1:
         return function(rows)[:num_rows] if padding else function(rows)
-    return torch.cat([function(piece) for piece in torch.split(rows, list(sizes))])[:num_rows]
+    return torch.cat([function(tile) for tile in torch.split(rows, list(sizes))])[:num_rows]

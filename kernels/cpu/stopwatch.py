@@ -12,14 +12,15 @@ from typing import NamedTuple
 import torch
 
 _MIN_CALLS, _MAX_CALLS = 2, 20
-_MIN_TOTAL_S = 5e-3  # of all calls but the first: shorter totals are mostly noise
-_MAX_LOST_S = 0.03  # total time of calls that waited, from which on the machine counts as busy
-# A call counts as one that waited if its threads waited for this time, and for this share of the call. Waking a thread
-# takes some time, too.
-_WAITED_S, _WAITED_SHARE = 2e-4, 0.25
+_MIN_TOTAL_S = 5e-3  # time of all calls but the first in total: shorter totals are mostly noise
+# The machine counts as busy as soon as calls that waited for a processor have taken this time in total.
+_MAX_DISTURBED_S = 0.03
+# A call counts as one that waited if its threads waited for longer than this time, and for longer than this share of
+# the call. Shorter waits may be due to the time that waking a thread takes.
+_MIN_WAIT_S, _MIN_WAIT_SHARE = 2e-4, 0.25
 
 _THREADS = Path("/proc/self/task")
-_SECOND_NS = 1_000_000_000
+_NS_PER_S = 1_000_000_000
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -41,7 +42,8 @@ class Stopwatch:
 
     Args:
         now: the clock, in seconds.
-        waited: returns the seconds for which threads of this process waited for a processor; see `waited_s`.
+        waited: returns the total seconds for which threads of this process have waited for a processor; see
+            `waited_s`.
 
     Attributes:
         now: the argument `now`.
@@ -50,12 +52,12 @@ class Stopwatch:
     def __init__(self, now: Callable[[], float], waited: Callable[[], float] = lambda: 0.0) -> None:
         self.now = now
         self._waited = waited
-        self._lost_s = 0.0
+        self._disturbed_s = 0.0
 
     @property
     def is_busy(self) -> bool:
         """Whether timings are unreliable: calls that waited for a processor have taken at least 30 ms in total."""
-        return self._lost_s >= _MAX_LOST_S
+        return self._disturbed_s >= _MAX_DISTURBED_S
 
     @classmethod
     def here(cls) -> Stopwatch:
@@ -64,33 +66,34 @@ class Stopwatch:
 
     def time(self, call: Call, rows: torch.Tensor) -> tuple[torch.Tensor, CallTime]:
         """Time one call. Returns its result and its time."""
-        waited_s, start_s = self._waited(), self.now()
+        waited_before_s, start_s = self._waited(), self.now()
         result = call(rows)
         took_s = self.now() - start_s
-        has_waited = self._waited() - waited_s > max(_WAITED_S, _WAITED_SHARE * took_s)
-        self._lost_s += took_s * has_waited
+        has_waited = self._waited() - waited_before_s > max(_MIN_WAIT_S, _MIN_WAIT_SHARE * took_s)
+        if has_waited:
+            self._disturbed_s += took_s
         return result, CallTime(took_s, has_waited)
 
-    def shortest(self, calls: Iterator[Call], rows: torch.Tensor, known: Sequence[CallTime] = ()) -> float:
-        """Return the seconds of the shortest call. Disturbances, and initialization in the first call, only add time.
+    def shortest_s(self, calls: Iterator[Call], rows: torch.Tensor, earlier: Sequence[CallTime] = ()) -> float:
+        """Time calls, and return the seconds of the shortest one: disturbances and initialization only add time.
 
         Calls that waited are ignored if there are others. On a busy machine two calls are enough.
 
         Args:
             calls: equivalent functions, called in turn.
             rows: the argument of each call.
-            known: times of calls that were made before.
+            earlier: times of calls that were made before.
         """
-        times = list(known)
-        while len(times) < _MIN_CALLS or not (self.is_busy or _is_enough(times)):
+        times = list(earlier)
+        while len(times) < _MIN_CALLS or not (self.is_busy or _are_enough(times)):
             times.append(self.time(next(calls), rows)[1])
-        return min((each.seconds for each in times if not each.has_waited), default=min(times).seconds)
+        return min((call_time.seconds for call_time in times if not call_time.has_waited), default=min(times).seconds)
 
 
-def _is_enough(times: Sequence[CallTime]) -> bool:
-    undisturbed = [each.seconds for each in times if not each.has_waited]
-    is_long = sum(undisturbed[1:]) >= _MIN_TOTAL_S or len(undisturbed) >= _MAX_CALLS
-    return len(undisturbed) >= _MIN_CALLS and is_long
+def _are_enough(times: Sequence[CallTime]) -> bool:
+    undisturbed_s = [call_time.seconds for call_time in times if not call_time.has_waited]
+    is_long_enough = sum(undisturbed_s[1:]) >= _MIN_TOTAL_S or len(undisturbed_s) >= _MAX_CALLS
+    return len(undisturbed_s) >= _MIN_CALLS and is_long_enough
 
 
 def waited_s() -> float:
@@ -102,4 +105,4 @@ def waited_s() -> float:
     for thread in os.listdir(_THREADS) if _THREADS.is_dir() else ():
         with contextlib.suppress(OSError):  # there is no such file, or the thread has just ended
             waited_ns += int((_THREADS / thread / "schedstat").read_bytes().split()[1])
-    return waited_ns / _SECOND_NS
+    return waited_ns / _NS_PER_S

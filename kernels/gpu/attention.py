@@ -233,8 +233,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     table = block_tables + request.to(tl.int64) * table_stride
     V_ROWS: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE  # from a key to its value, or between their scales
     first_scale = (layer * 2 * NUM_KV_HEADS + kv_head).to(tl.int64) * BLOCK_SIZE  # from the beginning of a block
-    # Where values have 4 bits, `packed` has as many of them per element as can be loaded at once. In these elements, a
-    # row is a key twice as long as the value that follows it.
+    # If values have 4 bits, an element of `packed` has as many of them as can be loaded at once. A row is then a key of
+    # 2 * STORED_DIM such elements, followed by a value of STORED_DIM elements.
     STORED_DIM: tl.constexpr = HEAD_DIM // NUMBERS_PER_VALUE
     ROW_SIZE: tl.constexpr = HEAD_DIM if packed is None else HEAD_DIM + HEAD_DIM // 2
     first_key = first_scale  # in rows
@@ -276,10 +276,12 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         if scales is not None:
             # At least one number per thread. With fewer, each thread would load all the scales that it multiplies by.
             k_or_v = tl.arange(0, 2 * SCALE_COPIES) % 2
-            both = tl.load(scales + scale_rows[:, None] + k_or_v[None, :] * V_ROWS, mask=is_written[:, None], other=0.0)
+            scale_pairs = tl.load(
+                scales + scale_rows[:, None] + k_or_v[None, :] * V_ROWS, mask=is_written[:, None], other=0.0
+            )
             if SCALE_COPIES == 2:
-                both, _ = tl.split(tl.permute(tl.reshape(both, (TILE_KEYS, 2, 2)), (0, 2, 1)))
-            key_scales, value_scales = tl.split(both)
+                scale_pairs, _ = tl.split(tl.permute(tl.reshape(scale_pairs, (TILE_KEYS, 2, 2)), (0, 2, 1)))
+            key_scales, value_scales = tl.split(scale_pairs)
             scores = scores * key_scales[None, :]
         # Positions relative to the tile need a subtraction per row instead of per key. For 16 rows, the registers are
         # needed elsewhere.

@@ -3,8 +3,8 @@
 tile 0     keys [ split 0 ......... )[ split 1 ..... )     two partial results, which are merged
 tile 1     keys [ one item ..... )                         written to the output directly
 
-tile 2     keys [ read for both ... )[ one item )          two partial results
-tile 3     keys [ read for both ... )[ one item .... )     two partial results
+tile 2     keys [ joined, read once )[ one item )          two partial results
+tile 3     keys [ joined, read once )[ one item .... )     two partial results
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from radixkv.kernels.batch import Ints, PagedBatch, repeat_indices
 from radixkv.kernels.gpu.attention_splits import HOPPER, KEY_ALIGNMENT_TOKENS, DeviceCapacity, Splits, even_splits
-from radixkv.kernels.gpu.joined_rows import Joins, join_rows, may_join, unit_tokens
+from radixkv.kernels.gpu.joined_rows import Joins, fast_unit_tokens, join_rows, may_join
 from radixkv.kernels.staging import to_device
 
 # A work item, a merge and a joined row that read no key and write nothing. They pad the lists of a step that is
@@ -28,7 +28,7 @@ NO_WORK = (0, 0, 0, 0, 0, 1, 1, -1)
 NO_MERGE = (0, 0, 0, 0, 0)
 NO_ROW = (0, 0, 0)
 
-# Stands in the column of an item's first token if its rows are joined rows.
+# The value in the column of an item's first token if its rows are joined rows.
 JOINED = -1
 
 
@@ -144,17 +144,19 @@ def plan_attention(
         tile_rows = tile_rows_for(batch, group_size, dtype, window) if joins else fitting_tile_rows(max_rows, dtype)
     if split_tokens is not None and (split_tokens < 1 or split_tokens % KEY_ALIGNMENT_TOKENS):
         raise ValueError(f"split_tokens: expected a positive multiple of {KEY_ALIGNMENT_TOKENS}, got {split_tokens}")
-    tiles = _tiles(batch, group_size, tile_rows, window)
+    tiles = _make_tiles(batch, group_size, tile_rows, window)
     batch_joins = None
     if joins and may_join(batch, window):
-        batch_joins = _joins(batch, tiles, group_size, tile_rows, split_tokens or unit_tokens(batch.block_size))
+        batch_joins = _join_last_tiles(
+            batch, tiles, group_size, tile_rows, split_tokens or fast_unit_tokens(batch.block_size)
+        )
     if batch_joins is not None:
         tiles.kv_start[tiles.last] = batch_joins.end_keys
     if split_tokens is None:
         splits = _even_splits(tiles, batch_joins, num_kv_heads, tile_rows, capacity)
     else:
         splits = Splits(split_tokens, is_even=False)
-    work, merges, joined_rows, num_partial_rows = _cut(tiles, batch_joins, group_size, tile_rows, splits)
+    work, merges, joined_rows, num_partial_rows = _cut_keys(tiles, batch_joins, group_size, tile_rows, splits)
     device = batch.block_tables.device
     return AttentionPlan(
         tile_rows=tile_rows,
@@ -173,11 +175,11 @@ def first_key(position: Ints, window: int | None) -> Ints:
     >>> first_key(np.array([10, 500]), window=100)
     array([  0, 384])
     """
-    first_seen = np.zeros_like(position) if window is None else np.maximum(0, position + 1 - window)
-    return first_seen // KEY_ALIGNMENT_TOKENS * KEY_ALIGNMENT_TOKENS
+    first_visible = np.zeros_like(position) if window is None else np.maximum(0, position + 1 - window)
+    return first_visible // KEY_ALIGNMENT_TOKENS * KEY_ALIGNMENT_TOKENS
 
 
-def _tiles(batch: PagedBatch, group_size: int, tile_rows: int, window: int | None) -> _Tiles:
+def _make_tiles(batch: PagedBatch, group_size: int, tile_rows: int, window: int | None) -> _Tiles:
     query_lens = batch.query_lens
     num_tiles = -(-query_lens * group_size // tile_rows)
     request, nth = repeat_indices(num_tiles)
@@ -191,7 +193,9 @@ def _tiles(batch: PagedBatch, group_size: int, tile_rows: int, window: int | Non
     return _Tiles(rows, num_rows, kv_start, num_prefix_tokens + last_token + 1, np.cumsum(num_tiles) - 1)
 
 
-def _joins(batch: PagedBatch, tiles: _Tiles, group_size: int, tile_rows: int, unit_tokens: int) -> Joins | None:
+def _join_last_tiles(
+    batch: PagedBatch, tiles: _Tiles, group_size: int, tile_rows: int, unit_tokens: int
+) -> Joins | None:
     """Join the last tiles of requests. Full tiles are not joined: a program can hold no more rows."""
     last = tiles.last
     _, _, _, num_prefix_tokens, first_row = tiles.rows[:, last]
@@ -217,7 +221,7 @@ def _even_splits(
     )
 
 
-def _cut(
+def _cut_keys(
     tiles: _Tiles, joins: Joins | None, group_size: int, tile_rows: int, splits: Splits
 ) -> tuple[_Rows, _Rows, _Rows, int]:
     """Split the keys of tiles. Returns a plan's work, merges, joined rows, and number of rows of partial results."""
@@ -229,9 +233,9 @@ def _cut(
         num_before = np.zeros_like(num_splits)
         num_before[tiles.last] = num_pieces
         num_splits += num_before
-        nth += num_before[tile]  # now the index among all items of its rows, joined ones included
+        nth += num_before[tile]  # from here on, the index among all items of its rows, joined ones included
 
-    num_partials = num_splits * (num_splits > 1)
+    num_partials = num_splits * (num_splits > 1)  # a tile with one item writes to the output directly
     end_partial_row = np.cumsum(num_partials * tiles.num_rows)
     first_partial_row = end_partial_row - num_partials * tiles.num_rows
     partial_row = np.where(num_splits[tile] > 1, first_partial_row[tile] + nth * tiles.num_rows[tile], -1)
@@ -243,8 +247,10 @@ def _cut(
     work = work[np.argsort(work[:, 5] - work[:, 6], kind="stable")]  # longest first: short ones fill the last wave
 
     _, first_token, num_tokens, _, first_row = tiles.rows
-    split = np.flatnonzero(num_partials)
-    merges = _as_rows(each[split] for each in (first_token, num_tokens, first_row, first_partial_row, num_partials))
+    split_tiles = np.flatnonzero(num_partials)
+    merges = _as_rows(
+        column[split_tiles] for column in (first_token, num_tokens, first_row, first_partial_row, num_partials)
+    )
     return work, merges, joined_rows, int(end_partial_row[-1])
 
 
@@ -255,8 +261,8 @@ def _joined_work(pieces: Ints) -> _Rows:
 
 def _joined_rows(tiles: _Tiles, joined_tiles: Ints, first_partial_row: Ints, group_size: int) -> _Rows:
     _, first_token, _, _, first_row = tiles.rows
-    tile, nth = repeat_indices(tiles.num_rows[joined_tiles])
-    tile = joined_tiles[tile]
+    index, nth = repeat_indices(tiles.num_rows[joined_tiles])
+    tile = joined_tiles[index]
     row = first_token[tile] * group_size + first_row[tile] + nth
     return _as_rows((row, first_partial_row[tile] + nth, tiles.num_rows[tile]))
 
@@ -267,8 +273,8 @@ def _as_rows(columns: Iterable[Ints]) -> _Rows:
 
 _TILE_ROWS = (16, 64, 128)
 
-# The smallest tiles are chosen that read at most this many times the keys that the largest tiles read, because requests
-# that are not joined have more empty rows in a larger tile. This is an estimate.
+# The smallest tiles that read at most this many times as many keys as the largest tiles are chosen, because requests
+# that are not joined have more empty rows in a larger tile. The number is an estimate.
 _MAX_KEYS_RATIO = 1.25
 
 
@@ -307,8 +313,9 @@ def tile_rows_for(batch: PagedBatch, group_size: int, dtype: torch.dtype, window
     if min_tile_rows == _TILE_ROWS[-1] or dtype == torch.float32 or not may_join(batch, window):
         return min_tile_rows
     kv_lens, num_tokens = np.array(batch.kv_lens), batch.query_lens
-    unit = unit_tokens(batch.block_size)
-    joins = join_rows(batch, num_tokens * group_size, kv_lens - num_tokens, _TILE_ROWS[-1], unit)
+    joins = join_rows(
+        batch, num_tokens * group_size, kv_lens - num_tokens, _TILE_ROWS[-1], fast_unit_tokens(batch.block_size)
+    )
     if joins is None:
         return min_tile_rows
     own_keys = int((kv_lens - joins.end_keys).sum())

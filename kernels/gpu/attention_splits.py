@@ -139,7 +139,7 @@ def even_splits(
     number of splits depends on how full the last wave is.
 
         32 tiles on a device that    whole    [ 20 of 20 ........... ][ 12 of 20 ........... ]    2 times a tile's time
-        runs 20 programs at once     thirds   [  20  ][  20  ][  20  ][  20  ][  16  ]            5/3 of it
+        runs 20 programs at once     thirds   [  20  ][  20  ][  20  ][  20  ][  16  ]            5/3 times that
 
     Args:
         num_keys: keys that each tile sees, `[num_tiles]`, at least one tile.
@@ -150,27 +150,29 @@ def even_splits(
             always possible to split nothing.
         capacity: how many programs the device runs at once.
 
-    Complexity: O(sizes * tiles); sizes are left out so that this product is at most about 16,000.
+    Complexity: O(sizes * tiles). With many tiles fewer sizes are tried, so that this product is at most about 16,000.
     """
     key_tiles = _key_tiles_of(num_keys)
-    sizes = _sizes(int(key_tiles.max()), 4 * capacity.num_programs(tile_rows) // num_kv_heads, key_tiles.size)
+    sizes = _split_sizes(int(key_tiles.max()), 4 * capacity.num_programs(tile_rows) // num_kv_heads, key_tiles.size)
     counts = -(-key_tiles // sizes[:, None])  # [num_sizes, num_tiles]
-    took_us = _attention_us(-(-key_tiles // counts), counts, num_kv_heads, capacity, tile_rows)
+    step_us = _attention_us(-(-key_tiles // counts), counts, num_kv_heads, capacity, tile_rows)
     partials = np.where(counts > 1, counts, 0)
-    bytes_moved = 2 * 4 * capacity.head_dim * num_kv_heads * (partials * num_rows).sum(1)
-    took_us += np.where(partials.any(1), _MERGE_US + _PARTIAL_US * counts.max(1) + bytes_moved / _BYTES_PER_US, 0.0)
+    row_bytes = 2 * 4 * capacity.head_dim  # a float32 partial result of a row is written and read
+    bytes_moved = row_bytes * num_kv_heads * (partials * num_rows).sum(1)
+    step_us += np.where(partials.any(1), _MERGE_US + _PARTIAL_US * counts.max(1) + bytes_moved / _BYTES_PER_US, 0.0)
     is_allowed = partials.sum(1) <= max_partials
-    is_allowed[0] = True
-    best = int(sizes[np.argmin(np.where(is_allowed, took_us, np.inf))])
-    return Splits(best * KEY_ALIGNMENT_TOKENS, is_even=True)
+    is_allowed[0] = True  # the first size splits no tile
+    best_size = int(sizes[np.argmin(np.where(is_allowed, step_us, np.inf))])
+    return Splits(best_size * KEY_ALIGNMENT_TOKENS, is_even=True)
 
 
 def _key_tiles_of(num_keys: Ints) -> Ints:
     return -(-num_keys // KEY_ALIGNMENT_TOKENS)
 
 
-def _sizes(longest: int, max_splits: int, num_tiles: int) -> Ints:
+def _split_sizes(longest: int, max_splits: int, num_tiles: int) -> Ints:
     """List sizes of splits, in key tiles: the whole range of keys, a half, a third and so on."""
+    # `longest` is the number of key tiles of the tile with the most keys.
     num_splits = np.arange(1, max(1, min(max_splits, longest // _MIN_SPLIT_KEY_TILES)) + 1)
     sizes = np.unique(-(-longest // num_splits))[::-1]
     stride = -(-sizes.size * num_tiles // _MAX_ESTIMATES)

@@ -21,19 +21,19 @@ from radixkv.kernels.gpu.attention_plan import first_key
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.staging import to_device
 
-# Minimum number of query rows per key, on average, from which dequantizing first is faster; each token has one row per
-# query head of a group. This is an estimate, not a measurement. For 64 keys of 128 dimensions in 8 bits, each tile of
-# 128 rows saves 206 instructions per warp, which take 412 cycles. Dequantizing reads and writes 64 KiB more, which
-# takes 4,900 cycles at a multiprocessor's share of 3 TB/s. So it would be faster from 1,500 rows on; the launches take
-# time, too.
-_MIN_ROWS = 1600
+# Blocks are dequantized first if on average at least this number of query rows attends to a key; each token has one
+# row per query head of a group. This is an estimate, not a measurement. For 64 keys of 128 dimensions in 8 bits, each
+# tile of 128 rows saves 206 instructions per warp, which take 412 cycles. Dequantizing reads and writes 64 KiB more,
+# which takes 4,900 cycles at a multiprocessor's share of 3 TB/s. So it would be faster from 1,500 rows on; the launches
+# take time, too.
+_MIN_ROWS_PER_KEY = 1600
 
 # Steps of at most this number of tokens do not dequantize first, except in trials, so their launches do not depend on
 # the blocks that they read.
 MAX_SHORT_TOKENS = 128
 
-# Memory for plain blocks, which live while a layer attends: 131,072 tokens of 8 heads of 128 dimensions.
-_MAX_BYTES = 512 << 20
+# Maximum memory of plain blocks, which exist while a layer attends: 131,072 tokens of 8 heads of 128 dimensions.
+_MAX_PLAIN_BYTES = 512 << 20
 
 _DTYPES = (torch.bfloat16, torch.float16)  # the kernel uses no tensor cores for float32
 
@@ -81,19 +81,23 @@ def plan_dequantize(
         return None
     group_size = num_query_heads // pool.num_kv_heads
     # A key is seen by at most all rows of the step, so most steps can be decided without looking at their blocks.
-    if not is_forced and (batch.num_tokens <= MAX_SHORT_TOKENS or batch.num_tokens * group_size < _MIN_ROWS):
+    if not is_forced and (batch.num_tokens <= MAX_SHORT_TOKENS or batch.num_tokens * group_size < _MIN_ROWS_PER_KEY):
         return None
 
     kv_lens = np.array(batch.kv_lens)
     first_block = first_key(kv_lens - batch.query_lens, window) // batch.block_size
-    block = np.arange(batch.host_tables.shape[1])
-    is_read = (block >= first_block[:, None]) & (block < -(-kv_lens // batch.block_size)[:, None])
-    num_seen = batch.positions + 1
-    num_pairs = int((num_seen if window is None else np.minimum(num_seen, window)).sum())  # of a token and a key
+    column = np.arange(batch.host_tables.shape[1])
+    is_read = (column >= first_block[:, None]) & (column < -(-kv_lens // batch.block_size)[:, None])
+    keys_per_token = batch.positions + 1
+    if window is not None:
+        keys_per_token = np.minimum(keys_per_token, window)
+    num_pairs = int(keys_per_token.sum())  # of a token and a key that it attends to
     block_ids, plain_ids = np.unique(batch.host_tables[is_read], return_inverse=True)
     block_bytes = 2 * pool.num_kv_heads * pool.block_size * pool.head_dim * dtype.itemsize
     num_keys = block_ids.size * batch.block_size
-    if not is_forced and (block_ids.size * block_bytes > _MAX_BYTES or num_pairs * group_size < _MIN_ROWS * num_keys):
+    if not is_forced and (
+        block_ids.size * block_bytes > _MAX_PLAIN_BYTES or num_pairs * group_size < _MIN_ROWS_PER_KEY * num_keys
+    ):
         return None
 
     tables = np.zeros_like(batch.host_tables)

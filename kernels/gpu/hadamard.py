@@ -26,21 +26,21 @@ def hadamard_transform(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
         raise ValueError("vectors: expected a contiguous last dimension, got a strided one")
     num_tokens, num_heads, head_dim = vectors.shape
     rotated = torch.empty(vectors.shape, dtype=dtype, device=vectors.device)
-    part = hadamard_size(head_dim)
-    num_parts = num_tokens * num_heads * (head_dim // part)
-    tile = max(1, _TILE_NUMBERS // part)
-    _hadamard_tile[(triton.cdiv(num_parts, tile),)](
+    part_size = hadamard_size(head_dim)  # each part of a vector is transformed on its own
+    num_parts = num_tokens * num_heads * (head_dim // part_size)
+    tile_parts = max(1, _TILE_NUMBERS // part_size)
+    _hadamard_tile[(triton.cdiv(num_parts, tile_parts),)](
         vectors,
         rotated,
         num_parts,
         vectors.stride(0),
         vectors.stride(1),
         num_heads,
-        PARTS=head_dim // part,
-        PART=part,
-        STAGES=part.bit_length() - 1,
-        FACTOR=part**-0.5,
-        TILE=tile,
+        PARTS_PER_HEAD=head_dim // part_size,
+        PART_SIZE=part_size,
+        STAGES=part_size.bit_length() - 1,
+        FACTOR=part_size**-0.5,
+        TILE_PARTS=tile_parts,
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -55,24 +55,24 @@ def _hadamard_tile(  # type: ignore[no-untyped-def]
     token_stride,
     head_stride,
     num_heads,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
+    PARTS_PER_HEAD: tl.constexpr,
+    PART_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     FACTOR: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE_PARTS: tl.constexpr,
 ):
-    """Transform `TILE` blocks of vectors."""
-    parts = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    heads = parts // PARTS
-    starts = heads // num_heads * token_stride + heads % num_heads * head_stride + parts % PARTS * PART
-    dims = tl.arange(0, PART)
-    mask = (parts < num_parts)[:, None] & (dims >= 0)[None, :]
+    """Transform `TILE_PARTS` parts of vectors, of `PART_SIZE` elements each."""
+    parts = tl.program_id(0).to(tl.int64) * TILE_PARTS + tl.arange(0, TILE_PARTS)
+    heads = parts // PARTS_PER_HEAD
+    starts = heads // num_heads * token_stride + heads % num_heads * head_stride + parts % PARTS_PER_HEAD * PART_SIZE
+    dims = tl.arange(0, PART_SIZE)
+    mask = (parts < num_parts)[:, None] & (dims >= 0)[None, :]  # `dims >= 0` only gives the mask its shape
     numbers = tl.load(vectors + starts[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     for stage in tl.static_range(STAGES):
-        pairs = tl.reshape(numbers, (TILE, PART // (2 << stage), 2, 1 << stage))
+        pairs = tl.reshape(numbers, (TILE_PARTS, PART_SIZE // (2 << stage), 2, 1 << stage))
         first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
         joined = tl.join(first + second, first - second)
-        numbers = tl.reshape(tl.permute(joined, (0, 1, 3, 2)), (TILE, PART))
+        numbers = tl.reshape(tl.permute(joined, (0, 1, 3, 2)), (TILE_PARTS, PART_SIZE))
     numbers *= FACTOR
-    places = parts[:, None] * PART + dims[None, :]
-    tl.store(rotated + places, numbers.to(rotated.dtype.element_ty), mask=mask)
+    offsets = parts[:, None] * PART_SIZE + dims[None, :]
+    tl.store(rotated + offsets, numbers.to(rotated.dtype.element_ty), mask=mask)

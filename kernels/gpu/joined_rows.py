@@ -29,7 +29,7 @@ _SAVED_KEYS_PER_ROW = 4
 
 # In fast mode, where the length of splits depends on the batch, keys are joined in units of this size. In exact mode,
 # splits have a fixed length, and a unit is one split.
-_UNIT_TOKENS = 256
+_FAST_UNIT_TOKENS = 256
 
 
 class Join(NamedTuple):
@@ -90,20 +90,20 @@ class Joins:
             see.
         """
         num_seen = np.zeros_like(self.end_keys)
-        parts = [np.empty((6, 0), dtype=np.int64)]
+        pieces_of_joins = [np.empty((6, 0), dtype=np.int64)]
         for first_key, end_key, first_row, end_row, requests in self.joins:
             keys = np.array([first_key]), np.array([end_key])
             num_splits = int(splits.counts(*keys)[0])
             tile, nth = repeat_indices(np.full(-(-(end_row - first_row) // tile_rows), num_splits))
             tile_start = first_row + tile * tile_rows
-            part = np.empty((6, tile.size), dtype=np.int64)
-            part[0] = requests[0]
-            part[1], part[2] = tile_start, np.minimum(tile_start + tile_rows, end_row)
-            part[3], part[4] = splits.bounds(*keys, nth, np.array([num_splits]))
-            part[5] = num_seen[requests[0]] + nth
-            parts.append(part)
+            pieces = np.empty((6, tile.size), dtype=np.int64)
+            pieces[0] = requests[0]
+            pieces[1], pieces[2] = tile_start, np.minimum(tile_start + tile_rows, end_row)
+            pieces[3], pieces[4] = splits.bounds(*keys, nth, np.array([num_splits]))
+            pieces[5] = num_seen[requests[0]] + nth
+            pieces_of_joins.append(pieces)
             num_seen[requests] += num_splits
-        return np.concatenate(parts, axis=1), num_seen
+        return np.concatenate(pieces_of_joins, axis=1), num_seen
 
 
 def may_join(batch: PagedBatch, window: int | None) -> bool:
@@ -114,13 +114,13 @@ def may_join(batch: PagedBatch, window: int | None) -> bool:
     return len(set(first_blocks)) < len(first_blocks)
 
 
-def unit_tokens(block_size: int) -> int:
+def fast_unit_tokens(block_size: int) -> int:
     """Return the number of keys of a unit in fast mode, which is at least a block.
 
-    >>> unit_tokens(64), unit_tokens(512)
+    >>> fast_unit_tokens(64), fast_unit_tokens(512)
     (256, 512)
     """
-    return max(_UNIT_TOKENS, block_size)
+    return max(_FAST_UNIT_TOKENS, block_size)
 
 
 def join_rows(batch: PagedBatch, num_rows: Ints, positions: Ints, tile_rows: int, unit_tokens: int) -> Joins | None:
@@ -148,12 +148,13 @@ def join_rows(batch: PagedBatch, num_rows: Ints, positions: Ints, tile_rows: int
     Returns:
         None if nothing is worth joining, or if a unit is not a whole number of blocks.
     """
-    blocks_per_unit, rest = divmod(unit_tokens, batch.block_size)
+    blocks_per_unit, remainder = divmod(unit_tokens, batch.block_size)
     num_units = np.where(num_rows > 0, positions // unit_tokens, 0)
-    if rest or not num_units.any():
+    if remainder or not num_units.any():
         return None
-    last_blocks = batch.host_tables[num_units > 0, blocks_per_unit - 1].tolist()  # of the first unit
-    if len(set(last_blocks)) == len(last_blocks):
+    # Requests that share the first unit have the same last block in it.
+    first_unit_ends = batch.host_tables[num_units > 0, blocks_per_unit - 1].tolist()
+    if len(set(first_unit_ends)) == len(first_unit_ends):
         return None
     order, same_units = prefix_order(batch.host_tables, num_units, blocks_per_unit)
     all_runs = runs_in_order(num_units[order].tolist(), same_units.tolist())

@@ -58,10 +58,10 @@ def linear(
     """
     flat = flat_rows(rows)  # [num_rows, in_features]
     num_rows, in_features = flat.shape
-    _check("weight", weight, rows, (*weight.shape[:1], in_features))
+    _require_like("weight", weight, rows, (*weight.shape[:1], in_features))
     out_features = weight.shape[0]
     if bias is not None:
-        _check("bias", bias, rows, (out_features,))
+        _require_like("bias", bias, rows, (out_features,))
         bias = bias.contiguous()
     output = flat.new_empty(num_rows, out_features)
     if output.numel():
@@ -93,8 +93,8 @@ def try_tiles(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Tiles:
     rows, weight, bias = sensitive_linear(weight, bias, _TRIED_ROWS)
     whole = linear(rows, weight, bias)
     order = torch.randperm(_TRIED_ROWS, generator=torch.Generator().manual_seed(0)).to(weight.device)
-    parts = (order, order[:1], order[:17], torch.arange(1, _TRIED_ROWS, device=weight.device))
-    if not all(torch.equal(linear(rows[part], weight, bias), whole[part]) for part in parts):
+    selections = (order, order[:1], order[:17], torch.arange(1, _TRIED_ROWS, device=weight.device))
+    if not all(torch.equal(linear(rows[selected], weight, bias), whole[selected]) for selected in selections):
         return None
     layout = layout_of(weight)
     if not layout or tile_shape(weight.shape[0], weight.dtype, layout) == LARGE_TILE:
@@ -110,7 +110,7 @@ def _fills_device(num_rows: int, out_features: int, device: torch.device) -> boo
     return bool(num_tiles >= _num_multiprocessors(device))
 
 
-def _check(name: str, tensor: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
+def _require_like(name: str, tensor: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
     if (tensor.shape, tensor.dtype, tensor.device) != (shape, rows.dtype, rows.device):
         raise ValueError(
             f"{name}: expected shape {shape} in {rows.dtype} on {rows.device}, "
@@ -131,14 +131,14 @@ def layout_of(weight: torch.Tensor) -> Layout:
         The contiguous dimension of a weight that the GPU's tensor memory accelerator (TMA) can read: `out` for
         transposed views such as GPT-2's. None if tiles are loaded through pointers.
     """
-    step = _TMA_ALIGNMENT_BYTES // weight.element_size()
+    alignment = _TMA_ALIGNMENT_BYTES // weight.element_size()  # in elements
     # float32 matmuls pass through registers, and spilled when TMA loaded the tiles.
-    if weight.dtype == torch.float32 or weight.shape[1] % step or weight.data_ptr() % _TMA_ALIGNMENT_BYTES:
+    if weight.dtype == torch.float32 or weight.shape[1] % alignment or weight.data_ptr() % _TMA_ALIGNMENT_BYTES:
         return None
     out_stride, in_stride = weight.stride()
-    if in_stride == 1 and out_stride >= weight.shape[1] and out_stride % step == 0:
+    if in_stride == 1 and out_stride >= weight.shape[1] and out_stride % alignment == 0:
         return "in"
-    if out_stride == 1 and in_stride >= weight.shape[0] and in_stride % step == 0:
+    if out_stride == 1 and in_stride >= weight.shape[0] and in_stride % alignment == 0:
         return "out"
     return None
 
@@ -261,18 +261,18 @@ def _multiply_tiles(  # type: ignore[no-untyped-def]
     TILE_FEATURES: tl.constexpr,
     GROUP_TILES: tl.constexpr,
 ):
-    """Compute every n-th tile of the result, where n is the number of programs."""
+    """Compute every n-th tile of the result, from the program's own index on, where n is the number of programs."""
     num_row_tiles = tl.cdiv(num_rows, TILE_ROWS)
     num_tiles = num_row_tiles * tl.cdiv(OUT_FEATURES, TILE_COLUMNS)
     # With `flatten`, the first loads of a tile overlap with the stores of the previous tile.
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
-        row, column = _place_of(tile, num_row_tiles, OUT_FEATURES, TILE_ROWS, TILE_COLUMNS, GROUP_TILES)
+        row, column = _tile_position(tile, num_row_tiles, OUT_FEATURES, TILE_ROWS, TILE_COLUMNS, GROUP_TILES)
         acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
         for feature in tl.range(0, IN_FEATURES, TILE_FEATURES):
             if LAYOUT is None:
                 features = feature + tl.arange(0, TILE_FEATURES)
-                r = _load_from(rows, row, features, num_rows, IN_FEATURES, IN_FEATURES, 1, TILE_ROWS)
-                w = _load_from(
+                r = _load_tile(rows, row, features, num_rows, IN_FEATURES, IN_FEATURES, 1, TILE_ROWS)
+                w = _load_tile(
                     weight, column, features, OUT_FEATURES, IN_FEATURES, OUT_STRIDE, IN_STRIDE, TILE_COLUMNS
                 ).T
             else:  # TMA fills the part past the end with 0
@@ -281,7 +281,7 @@ def _multiply_tiles(  # type: ignore[no-untyped-def]
             acc = tl.dot(r, w, acc, input_precision="ieee")  # [TILE_ROWS, TILE_COLUMNS]
 
         # Computed again, because keeping it during the inner loop would take registers.
-        row, column = _place_of(tile, num_row_tiles, OUT_FEATURES, TILE_ROWS, TILE_COLUMNS, GROUP_TILES)
+        row, column = _tile_position(tile, num_row_tiles, OUT_FEATURES, TILE_ROWS, TILE_COLUMNS, GROUP_TILES)
         out_rows = row + tl.arange(0, TILE_ROWS)
         columns = column + tl.arange(0, TILE_COLUMNS)
         is_column = columns < OUT_FEATURES
@@ -292,7 +292,7 @@ def _multiply_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _place_of(  # type: ignore[no-untyped-def]
+def _tile_position(  # type: ignore[no-untyped-def]
     tile,
     num_row_tiles,
     OUT_FEATURES: tl.constexpr,
@@ -304,22 +304,26 @@ def _place_of(  # type: ignore[no-untyped-def]
     tiles_per_group = GROUP_TILES * tl.cdiv(OUT_FEATURES, TILE_COLUMNS)
     first_row_tile = tile // tiles_per_group * GROUP_TILES
     num_in_group = tl.minimum(num_row_tiles - first_row_tile, GROUP_TILES)
-    place = tile % tiles_per_group
-    return (first_row_tile + place % num_in_group) * TILE_ROWS, place // num_in_group * TILE_COLUMNS
+    index_in_group = tile % tiles_per_group
+    row_tile = first_row_tile + index_in_group % num_in_group
+    return row_tile * TILE_ROWS, index_in_group // num_in_group * TILE_COLUMNS
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_from(  # type: ignore[no-untyped-def]
+def _load_tile(  # type: ignore[no-untyped-def]
     matrix,
-    first_line,
+    first_row,
     features,
-    num_lines,
+    num_rows,
     IN_FEATURES: tl.constexpr,
-    LINE_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
     FEATURE_STRIDE: tl.constexpr,
-    NUM_LINES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
 ):
-    """Load some features of some lines of a matrix, `[NUM_LINES, TILE_FEATURES]`, 0 past its end."""
-    lines = first_line + tl.arange(0, NUM_LINES)
-    pointers = matrix + lines.to(tl.int64)[:, None] * LINE_STRIDE + features.to(tl.int64)[None, :] * FEATURE_STRIDE
-    return tl.load(pointers, mask=(lines < num_lines)[:, None] & (features < IN_FEATURES)[None, :], other=0.0)
+    """Load some features of some rows of a matrix, `[TILE_ROWS, TILE_FEATURES]`; 0 past the end of the matrix.
+
+    The rows of the weight are output features.
+    """
+    rows = first_row + tl.arange(0, TILE_ROWS)
+    pointers = matrix + rows.to(tl.int64)[:, None] * ROW_STRIDE + features.to(tl.int64)[None, :] * FEATURE_STRIDE
+    return tl.load(pointers, mask=(rows < num_rows)[:, None] & (features < IN_FEATURES)[None, :], other=0.0)

@@ -78,7 +78,7 @@ class LowRankStep:
             torch.tensor(tiles, dtype=torch.int32),
             torch.from_numpy(addresses),
         )
-        return cls(*(to_device(each, device) for each in tensors))
+        return cls(*(to_device(tensor, device) for tensor in tensors))
 
 
 # Ranks that weights are padded to. Larger ranks would exceed shared memory.
@@ -86,7 +86,7 @@ RANKS = (16, 32, 64, 128)
 
 _TILE_COLUMNS = 64
 _COLUMNS_PER_PROGRAM = 512
-_TRIED_ROWS = 50  # of a trial: three tiles and a part of one
+_TRIED_ROWS = 50  # rows of a trial: three tiles and a part of one
 
 
 def padded_rank(rank: int) -> int | None:
@@ -95,7 +95,7 @@ def padded_rank(rank: int) -> int | None:
     >>> padded_rank(3), padded_rank(16), padded_rank(17), padded_rank(129)
     (16, 16, 32, None)
     """
-    return next((each for each in RANKS if each >= rank), None)
+    return next((padded for padded in RANKS if padded >= rank), None)
 
 
 def add_low_rank(rows: torch.Tensor, out: torch.Tensor, step: LowRankStep, site: int, rank: int) -> None:
@@ -186,16 +186,16 @@ def _add_tile(  # type: ignore[no-untyped-def]
 ):
     """Compute some columns of a tile of rows of one adapter."""
     tile = tiles + tl.program_id(0) * 3
-    pair = addresses + (site * num_adapters + tl.load(tile + 2)).to(tl.int64) * 2
-    down_address = tl.load(pair)
+    address_pair = addresses + (site * num_adapters + tl.load(tile + 2)).to(tl.int64) * 2
+    down_address = tl.load(address_pair)
     if down_address == 0:
         return
     dtype: tl.constexpr = rows.dtype.element_ty
     down = tl.multiple_of(down_address.to(tl.pointer_type(dtype)), 16)
-    up = tl.multiple_of(tl.load(pair + 1).to(tl.pointer_type(dtype)), 16)
-    places = tl.load(tile) + tl.arange(0, TILE_ROWS)
-    is_row = places < tl.load(tile + 1)
-    row = tl.load(order + places, mask=is_row, other=0).to(tl.int64)
+    up = tl.multiple_of(tl.load(address_pair + 1).to(tl.pointer_type(dtype)), 16)
+    order_indices = tl.load(tile) + tl.arange(0, TILE_ROWS)
+    is_row = order_indices < tl.load(tile + 1)
+    row = tl.load(order + order_indices, mask=is_row, other=0).to(tl.int64)
     ranks = tl.arange(0, RANK)
 
     inner = tl.zeros([TILE_ROWS, RANK], tl.float32)
@@ -214,6 +214,6 @@ def _add_tile(  # type: ignore[no-untyped-def]
         u = tl.load(up + columns[:, None] * RANK + ranks[None, :], mask=is_column[:, None], other=0.0)
         pointers = out + row[:, None] * OUT_FEATURES + columns[None, :]
         is_output = is_row[:, None] & is_column[None, :]
-        product = tl.load(pointers, mask=is_output, other=0.0).to(tl.float32)
+        layer_output = tl.load(pointers, mask=is_output, other=0.0).to(tl.float32)
         update = tl.dot(inner, u.T, input_precision="ieee")
-        tl.store(pointers, (product + update).to(dtype), mask=is_output)
+        tl.store(pointers, (layer_output + update).to(dtype), mask=is_output)

@@ -16,9 +16,8 @@ _LOG2_E = 1.4426950408889634
 def base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
     """Return the scale and softcap that `softmax_step` takes, so that its scores are base-2 logarithms of weights.
 
-    With a softcap, the scale is already divided by it.
-    With c = softcap, c * tanh(s * scale / c) = c - 2c / (1 + 2^(s * 2 log2(e) scale / c)). This takes one exp2, and is
-    correct if the exp2 overflows or underflows.
+    With a softcap c, a score s is capped by c * tanh(s * scale / c) = c - 2c / (1 + 2^(s * 2 log2(e) scale / c)). This
+    takes one exp2, and is correct even if the exp2 overflows or underflows. The returned scale is 2 log2(e) scale / c.
 
     Args:
         scale, softcap: see `Scoring`.
@@ -40,7 +39,8 @@ def keys_share(lses, sinks, heads):  # type: ignore[no-untyped-def]
         sinks: pointer to the sinks, see `Scoring`.
         heads: int32 `[rows]`, the query heads of the rows.
     """
-    return 1.0 / (1.0 + tl.exp2(tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634 - lses))
+    LOG2_E: tl.constexpr = 1.4426950408889634  # a kernel cannot read the module's constant
+    return 1.0 / (1.0 + tl.exp2(tl.load(sinks + heads).to(tl.float32) * LOG2_E - lses))
 
 
 @triton.jit
@@ -68,10 +68,10 @@ def softmax_step(  # type: ignore[no-untyped-def]
         to_log2 = 1.0
     else:
         to_log2 = scale
-    visible = positions[None, :] <= query_positions
+    is_visible = positions[None, :] <= query_positions
     if window is not None:
-        visible = visible & (positions[None, :] > query_positions - window)
-    scores = tl.where(visible, scores, float("-inf"))
+        is_visible = is_visible & (positions[None, :] > query_positions - window)
+    scores = tl.where(is_visible, scores, float("-inf"))
 
     # If no key has been visible to a row yet, its maximum is -inf, and -inf - (-inf) would be NaN.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * to_log2)

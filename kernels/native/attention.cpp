@@ -129,7 +129,7 @@ struct Scratch {
   float* weight_sums;         // [num_rows, kLanes]
   float* scores;              // [kRows, kKeys]
   float* zeros;               // [dims]
-  KeyPointers current, next;         // of the block that is processed, and of the one after it
+  KeyPointers current, next;         // pointers of the block that is processed, and of the block after it
   int num_prefetched, num_per_call;  // keys and values of `next` that were prefetched, and how many one call prefetches
 
   // Prefetches part of the next block, so that it is in a cache when it is packed.
@@ -230,9 +230,9 @@ void attend_block(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t 
       top = max_of(top, x);
     }
     float& largest = scratch.largest[row + r];
-    const float now = std::max(largest, largest_of(top) * factor);
-    rescale[r] = largest - now;
-    largest = now;
+    const float new_largest = std::max(largest, largest_of(top) * factor);
+    rescale[r] = largest - new_largest;
+    largest = new_largest;
   }
   store_floats(rescale, exp2_of(load_floats(rescale)));
   for (int r = 0; r < R; r++) {

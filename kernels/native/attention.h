@@ -49,13 +49,13 @@ struct KeyPointers {
 #ifdef __AVX512BF16__
 // Loads 32 numbers of a vector from `at` on as bfloat16, 0 past its end.
 inline Words load_pairs(const void* vector, int64_t at, int64_t dtype, int64_t head_dim) {
-  const int64_t left = head_dim - at;
+  const int64_t num_numbers = head_dim - at;
   if (dtype == kBfloat16) {
-    const __mmask32 mask = left >= 32 ? 0xffffffffu : (1u << left) - 1;
+    const __mmask32 mask = num_numbers >= 32 ? 0xffffffffu : (1u << num_numbers) - 1;
     return _mm512_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(vector) + at);
   }
-  const Floats low = load(vector, at, dtype, first_lanes(left));
-  const Floats high = load(vector, at + kLanes, dtype, left > kLanes ? first_lanes(left - kLanes) : 0);
+  const Floats low = load(vector, at, dtype, first_lanes(num_numbers));
+  const Floats high = load(vector, at + kLanes, dtype, num_numbers > kLanes ? first_lanes(num_numbers - kLanes) : 0);
   return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 

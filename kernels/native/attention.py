@@ -24,8 +24,8 @@ class _ProblemStruct(ctypes.Structure):
         *((name, _INT) for name in ("num_kv_heads", "group_size", "head_dim", "block_size")),
         *((name, _INT) for name in ("query_token_stride", "query_head_stride", "kv_head_stride", "kv_block_stride")),
         *((name, _INT) for name in ("query_dtype", "kv_dtype")),
-        *((name, _INT) for name in ("window", "num_threads")),  # no window: 0
-        *((name, _DOUBLE) for name in ("scale", "softcap")),  # no softcap: 0
+        *((name, _INT) for name in ("window", "num_threads")),  # `window` is 0 for full attention
+        *((name, _DOUBLE) for name in ("scale", "softcap")),  # `softcap` is 0 for no cap
     )
 
 
@@ -78,7 +78,8 @@ class Attention:
         scoring: Scoring,
         num_threads: int,
     ) -> None:
-        values, arrays = pool.values, (work.tokens, work.positions, work.blocks, work.rounds, work.items)
+        values = pool.values
+        arrays = (work.tokens, work.positions, work.blocks, work.rounds, work.items)
         self._arrays = arrays  # keeps the memory of the pointers alive
         self._problem = _ProblemStruct(
             *(array.ctypes.data for array in arrays),
@@ -91,7 +92,7 @@ class Attention:
         )
         self._attend = library.radixkv_attend
         self._attend.argtypes, self._attend.restype = (_POINTER,) * 6, None
-        self._first_key = values.data_ptr()
+        self._pool_address = values.data_ptr()
         self._layer_stride_bytes = values.stride(1) * values.element_size()
         self._value_offset_bytes = 0 if pool.is_latent else values.stride(2) * values.element_size()
         self._shape = (queries.num_tokens, queries.num_heads, queries.head_dim)
@@ -103,7 +104,7 @@ class Attention:
 
     def kv_addresses(self, layer: int) -> tuple[int, int]:
         """Return the addresses of a layer's keys and of its values."""
-        key = self._first_key + layer * self._layer_stride_bytes
+        key = self._pool_address + layer * self._layer_stride_bytes
         return key, key + self._value_offset_bytes
 
     def __call__(self, query: torch.Tensor, layer: int, sinks: torch.Tensor | None) -> torch.Tensor:

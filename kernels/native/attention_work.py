@@ -37,7 +37,8 @@ _MAX_ITEM_ELEMENTS = 512 * 64
 _MAX_LONG_ROWS = 128
 _MIN_ITEM_ROWS = 32
 _ITEMS_PER_THREAD = 2
-_ROW_MULTIPLE = 8  # of the rows of an item: kRows, the rows that attention.cpp computes at once with AVX-512
+# The number of rows per item is a multiple of this: kRows, the rows that attention.cpp computes at once with AVX-512.
+_ROW_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class _Tile(NamedTuple):
     first_token: int
 
 
-class _Order(NamedTuple):
+class _SortedTiles(NamedTuple):
     """Tiles, sorted so that tiles that share keys are adjacent.
 
     Keys are shared in units of `_unit_tokens` keys.
@@ -107,20 +108,20 @@ def plan_work(
         window: the sliding window; None for full attention. With a window, no keys are shared.
         num_threads: threads that the items are distributed over.
     """
-    order = _sort_tiles(batch, window)
-    rows_per_item = _rows_per_item(int(order.starts[-1]) * group_size, num_kv_heads, head_dim, num_threads)
+    sorted_tiles = _sort_tiles(batch, window)
+    rows_per_item = _rows_per_item(int(sorted_tiles.starts[-1]) * group_size, num_kv_heads, head_dim, num_threads)
     rounds: list[tuple[int, ...]] = []
     items: list[tuple[int, ...]] = []
-    for first, end in _groups(order.same_units):
+    for first, end in _groups(sorted_tiles.same_units):
         first_round = len(rounds)
-        rounds += _rounds(batch, order, first, end, window)
-        first_row, end_row = int(order.starts[first]) * group_size, int(order.starts[end]) * group_size
+        rounds += _make_rounds(batch, sorted_tiles, first, end, window)
+        first_row, end_row = int(sorted_tiles.starts[first]) * group_size, int(sorted_tiles.starts[end]) * group_size
         for row in range(first_row, end_row, rows_per_item):
-            last = min(row + rows_per_item, end_row)
-            items += [(head, row, last, first_round, len(rounds)) for head in range(num_kv_heads)]
+            item_end_row = min(row + rows_per_item, end_row)
+            items += [(kv_head, row, item_end_row, first_round, len(rounds)) for kv_head in range(num_kv_heads)]
     return AttentionWork(
-        _ints(np.concatenate([tile.first_token + np.arange(tile.end - tile.start) for tile in order.tiles])),
-        _ints(np.concatenate([np.arange(tile.start, tile.end) for tile in order.tiles])),
+        _ints(np.concatenate([tile.first_token + np.arange(tile.end - tile.start) for tile in sorted_tiles.tiles])),
+        _ints(np.concatenate([np.arange(tile.start, tile.end) for tile in sorted_tiles.tiles])),
         _ints(batch.host_tables).reshape(-1),
         _ints(rounds),
         _ints(items),
@@ -132,47 +133,49 @@ def _unit_tokens(batch: PagedBatch) -> int:
     return max(BLOCK_KEYS, batch.block_size)
 
 
-def _sort_tiles(batch: PagedBatch, window: int | None) -> _Order:
-    unit_tokens, tiles = _unit_tokens(batch), [*_tiles(batch)]
+def _sort_tiles(batch: PagedBatch, window: int | None) -> _SortedTiles:
+    unit_tokens, tiles = _unit_tokens(batch), [*_make_tiles(batch)]
     num_units = np.array([0 if window else tile.start // unit_tokens for tile in tiles])
     tables = batch.host_tables[[tile.request for tile in tiles]]
     order, same_units = prefix_order(tables, num_units, unit_tokens // batch.block_size)
     tiles = [tiles[i] for i in order]
-    return _Order(tiles, num_units[order], same_units, np.cumsum([0, *(tile.end - tile.start for tile in tiles)]))
+    return _SortedTiles(tiles, num_units[order], same_units, np.cumsum([0, *(tile.end - tile.start for tile in tiles)]))
 
 
 def _rows_per_item(num_rows: int, num_kv_heads: int, head_dim: int, num_threads: int) -> int:
     max_rows = max(_MAX_LONG_ROWS, _MAX_ITEM_ELEMENTS // head_dim // _ROW_MULTIPLE * _ROW_MULTIPLE)
     if num_threads == 1:
         return max_rows
-    evenly = -(-num_rows * num_kv_heads // (_ITEMS_PER_THREAD * num_threads * _ROW_MULTIPLE)) * _ROW_MULTIPLE
-    return min(max_rows, max(_MIN_ITEM_ROWS, evenly))
+    even_rows = -(-num_rows * num_kv_heads // (_ITEMS_PER_THREAD * num_threads * _ROW_MULTIPLE)) * _ROW_MULTIPLE
+    return min(max_rows, max(_MIN_ITEM_ROWS, even_rows))
 
 
-def _rounds(
-    batch: PagedBatch, order: _Order, first: int, end: int, window: int | None
+def _make_rounds(
+    batch: PagedBatch, sorted_tiles: _SortedTiles, first: int, end: int, window: int | None
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Yield the rounds of the tiles `[first, end)`: those over shared keys, then those over each tile's own keys."""
-    unit_tokens, width = _unit_tokens(batch), int(batch.host_tables.shape[1])
-    starts = order.starts[first:].tolist()
+    unit_tokens, blocks_per_request = _unit_tokens(batch), int(batch.host_tables.shape[1])
+    starts = sorted_tiles.starts[first:].tolist()
 
-    def place(tile: int, key: int) -> int:
-        return order.tiles[tile].request * width + key // batch.block_size
+    def block_index(tile: int, key: int) -> int:
+        return sorted_tiles.tiles[tile].request * blocks_per_request + key // batch.block_size
 
-    for run in runs_in_order(order.num_units[first:end].tolist(), order.same_units[first : end - 1].tolist()):
+    for run in runs_in_order(
+        sorted_tiles.num_units[first:end].tolist(), sorted_tiles.same_units[first : end - 1].tolist()
+    ):
         first_key, end_key = run.first_unit * unit_tokens, run.end_unit * unit_tokens
-        yield starts[run.first], starts[run.end], first_key, end_key, 0, place(first + run.first, first_key)
-    for i, tile in enumerate(order.tiles[first:end]):
+        yield starts[run.first], starts[run.end], first_key, end_key, 0, block_index(first + run.first, first_key)
+    for i, tile in enumerate(sorted_tiles.tiles[first:end]):
         first_written = max(0, tile.start + 1 - window) if window else 0
-        first_key = max(first_written // BLOCK_KEYS * BLOCK_KEYS, int(order.num_units[first + i]) * unit_tokens)
-        yield starts[i], starts[i + 1], first_key, tile.end, first_written, place(first + i, first_key)
+        first_key = max(first_written // BLOCK_KEYS * BLOCK_KEYS, int(sorted_tiles.num_units[first + i]) * unit_tokens)
+        yield starts[i], starts[i + 1], first_key, tile.end, first_written, block_index(first + i, first_key)
 
 
 def _ints(numbers: npt.ArrayLike) -> Ints:
     return np.ascontiguousarray(numbers, dtype=np.int32)
 
 
-def _tiles(batch: PagedBatch) -> Iterator[_Tile]:
+def _make_tiles(batch: PagedBatch) -> Iterator[_Tile]:
     for i, kv_len in enumerate(batch.kv_lens):
         first_token, end_token = batch.query_starts[i], batch.query_starts[i + 1]
         prefix_len = kv_len - (end_token - first_token)
@@ -183,5 +186,5 @@ def _tiles(batch: PagedBatch) -> Iterator[_Tile]:
 
 def _groups(same_units: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Split tiles, in order, into groups `[first, end)` that share no keys."""
-    cuts = [0, *(np.flatnonzero(same_units == 0) + 1).tolist(), len(same_units) + 1]
-    yield from itertools.pairwise(cuts)
+    starts = [0, *(np.flatnonzero(same_units == 0) + 1).tolist()]
+    yield from itertools.pairwise([*starts, len(same_units) + 1])

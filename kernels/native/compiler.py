@@ -19,9 +19,10 @@ from pathlib import Path
 from radixkv.kernels.native.variants import Variant
 
 _FOLDER = Path(__file__).parent
-_STAMP = "stamp.cpp"
-# Baseline x86-64, whatever the compiler's default, plus the options of a variant. -ffp-contract=off, because the bits
-# of a result must not depend on which multiplications and additions a compiler fuses.
+_STAMP_SOURCE = "stamp.cpp"
+# The options of all variants: baseline x86-64, whatever the compiler's default is. A variant adds options of its own.
+# -ffp-contract=off is needed because the bits of a result must not depend on which multiplications and additions a
+# compiler fuses.
 _OPTIONS = ("-std=c++17", "-O3", "-march=x86-64", "-mtune=generic", "-ffp-contract=off", "-pthread", "-fPIC")
 _TIMEOUT_S = 300.0
 
@@ -81,19 +82,19 @@ def compile_kernels(
 
         def compile_file(source: Path) -> str:
             target = str(folder / f"{source.stem}.o")
-            _run(*compiler, *options, "-c", str(source), "-o", target)
+            _run_compiler(*compiler, *options, "-c", str(source), "-o", target)
             return target
 
         def link(objects: list[str], name: str) -> Path:
-            _run(*compiler, "-shared", "-pthread", *objects, "-o", str(folder / name))
+            _run_compiler(*compiler, "-shared", "-pthread", *objects, "-o", str(folder / name))
             return folder / name
 
-        stamp = compile_file(_FOLDER / _STAMP)
+        stamp = compile_file(_FOLDER / _STAMP_SOURCE)
         if check is not None:
             check(link([stamp], "trial.so"))
-        others = [source for source in sorted(_FOLDER.glob("*.cpp")) if source.name != _STAMP]
+        kernel_sources = [source for source in sorted(_FOLDER.glob("*.cpp")) if source.name != _STAMP_SOURCE]
         with ThreadPoolExecutor(num_jobs) as pool:
-            library = link([stamp, *pool.map(compile_file, others)], "kernels.so")
+            library = link([stamp, *pool.map(compile_file, kernel_sources)], "kernels.so")
         library.replace(file)
 
 
@@ -112,12 +113,12 @@ def _find_compiler(environment: Mapping[str, str]) -> list[str]:
     raise NotCompiled("there is no g++ or c++; install GCC (Debian, Ubuntu: apt install g++), or set CXX to it")
 
 
-def _run(*command: str) -> None:
+def _run_compiler(*command: str) -> None:
     try:
         subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or ["no message"]
-        line = next((line for line in lines if "error:" in line), lines[-1])
-        raise NotCompiled(f"{command[0]} ended with status {error.returncode}: {line}") from error
+        first_error = next((line for line in lines if "error:" in line), lines[-1])
+        raise NotCompiled(f"{command[0]} ended with status {error.returncode}: {first_error}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotCompiled(f"{command[0]}: {error}") from error

@@ -25,7 +25,7 @@ using xxh3::load;
 constexpr int64_t kPrefetchDistance = 1024;
 // The prefetch distance of loops that only read memory.
 constexpr int64_t kFarPrefetchDistance = 4096;
-// Files are read and written in pieces that fit into the L2 cache; each takes a system call.
+// Bytes of the pieces in which files are read and written: they fit into the L2 cache. Each takes a system call.
 constexpr int64_t kReadPiece = 128 << 10, kWrittenPiece = 512 << 10;
 // Whole pages are written, because Linux reads a page first if only a part of it is written.
 constexpr int64_t kPage = 4096;
@@ -51,7 +51,7 @@ void prefetch(const uint8_t* bytes, int64_t ahead = kPrefetchDistance) {
 }
 
 // Returns how many bytes are added to a `Checksum` as whole stripes. The other 1 to 64 bytes are left for `finish`.
-int64_t bytes_before_end(int64_t num_bytes) { return (num_bytes - 1) / kStripe * kStripe; }
+int64_t striped_bytes_of(int64_t num_bytes) { return (num_bytes - 1) / kStripe * kStripe; }
 
 // Adds whole stripes to a checksum.
 void add_stripes(Checksum& checksum, const uint8_t* from, int64_t num_bytes) {
@@ -87,28 +87,28 @@ struct Position {
 // that were read, which is less than `num_bytes` if a file is too short, or -errno.
 int64_t read_object(const Files& files, const Position& position, int64_t num_bytes, uint8_t* piece, uint8_t* to,
                     uint8_t* digest) {
-  const int64_t head_bytes = files.head_bytes, recorded = head_bytes + xxh3::kDigestBytes;
-  const int64_t of_record = read_all(files.heads, piece, recorded, position.head);
-  if (of_record < 0) return of_record;
-  memcpy(to, piece, std::min(of_record, head_bytes));
-  if (of_record < recorded) return std::min(of_record, head_bytes);
-  const int64_t checked = num_bytes - xxh3::kDigestBytes, before_end = bytes_before_end(checked);
+  const int64_t head_bytes = files.head_bytes, record_bytes = head_bytes + xxh3::kDigestBytes;
+  const int64_t read_bytes = read_all(files.heads, piece, record_bytes, position.head);
+  if (read_bytes < 0) return read_bytes;
+  memcpy(to, piece, std::min(read_bytes, head_bytes));
+  if (read_bytes < record_bytes) return std::min(read_bytes, head_bytes);
+  const int64_t content_bytes = num_bytes - xxh3::kDigestBytes, striped_bytes = striped_bytes_of(content_bytes);
   uint8_t recorded_digest[xxh3::kDigestBytes];
   memcpy(recorded_digest, piece + head_bytes, xxh3::kDigestBytes);
   Checksum checksum;
-  add_stripes(checksum, to, std::min(head_bytes, before_end));
-  for (int64_t at = head_bytes; at < checked;) {
-    const int64_t wanted = std::min(kReadPiece, checked - at);
-    const int64_t count = read_all(files.bodies, piece, wanted, position.body + at - head_bytes);
+  add_stripes(checksum, to, std::min(head_bytes, striped_bytes));
+  for (int64_t at = head_bytes; at < content_bytes;) {
+    const int64_t piece_bytes = std::min(kReadPiece, content_bytes - at);
+    const int64_t count = read_all(files.bodies, piece, piece_bytes, position.body + at - head_bytes);
     if (count < 0) return count;
-    const int64_t copied = std::max<int64_t>(0, std::min(count / kStripe * kStripe, before_end - at));
-    for (int64_t i = 0; i < copied; i += kStripe) copy_stripe(piece + i, to + at + i, checksum);
-    memcpy(to + at + copied, piece + copied, count - copied);
+    const int64_t copied_bytes = std::max<int64_t>(0, std::min(count / kStripe * kStripe, striped_bytes - at));
+    for (int64_t i = 0; i < copied_bytes; i += kStripe) copy_stripe(piece + i, to + at + i, checksum);
+    memcpy(to + at + copied_bytes, piece + copied_bytes, count - copied_bytes);
     at += count;
-    if (count < wanted) return at;
+    if (count < piece_bytes) return at;
   }
-  checksum.finish(to + checked - kStripe, checked, digest);
-  memcpy(to + checked, recorded_digest, xxh3::kDigestBytes);
+  checksum.finish(to + content_bytes - kStripe, content_bytes, digest);
+  memcpy(to + content_bytes, recorded_digest, xxh3::kDigestBytes);
   return num_bytes;
 }
 
@@ -133,18 +133,18 @@ int64_t write_body(int file, int64_t position, const uint8_t* head, int64_t head
                    int64_t body_bytes, uint8_t* digest) {
   static const uint8_t zeros[kPage] = {};
   Checksum checksum;
-  const int64_t num_bytes = head_bytes + body_bytes, before_end = bytes_before_end(num_bytes);
-  add_stripes(checksum, head, std::min(head_bytes, before_end));
+  const int64_t num_bytes = head_bytes + body_bytes, striped_bytes = striped_bytes_of(num_bytes);
+  add_stripes(checksum, head, std::min(head_bytes, striped_bytes));
   for (int64_t at = 0; at < body_bytes;) {
-    const int64_t upto = body_bytes - at < 2 * kWrittenPiece ? body_bytes : at + kWrittenPiece;
-    for (int64_t i = at; i < std::min(upto, before_end - head_bytes); i += kStripe) {
+    const int64_t end = body_bytes - at < 2 * kWrittenPiece ? body_bytes : at + kWrittenPiece;
+    for (int64_t i = at; i < std::min(end, striped_bytes - head_bytes); i += kStripe) {
       prefetch(body + i, kFarPrefetchDistance);
       checksum.add_stripe(load(body + i), load(body + i + 32));
     }
-    iovec parts[] = {{const_cast<uint8_t*>(body) + at, static_cast<size_t>(upto - at)},
-                     {const_cast<uint8_t*>(zeros), static_cast<size_t>(whole_pages(upto) - upto)}};
+    iovec parts[] = {{const_cast<uint8_t*>(body) + at, static_cast<size_t>(end - at)},
+                     {const_cast<uint8_t*>(zeros), static_cast<size_t>(whole_pages(end) - end)}};
     if (const int64_t failure = write_all(file, parts, 2, position + at)) return failure;
-    at = upto;
+    at = end;
   }
   uint8_t last[kStripe];  // the last 64 bytes, which may begin in the head
   for (int64_t i = 0; i < kStripe; ++i) {
@@ -172,10 +172,10 @@ int64_t write_records(int file, uint8_t* records, int64_t record_bytes, const in
 extern "C" void radixkv_copy_checked(const uint8_t* head, int64_t head_bytes, const uint8_t* body, int64_t body_bytes,
                                      uint8_t* target) {
   Checksum checksum;
-  const int64_t num_bytes = head_bytes + body_bytes, copied = bytes_before_end(num_bytes);
+  const int64_t num_bytes = head_bytes + body_bytes, striped_bytes = striped_bytes_of(num_bytes);
   int64_t at = 0;
-  for (; at < head_bytes && at < copied; at += kStripe) copy_stripe(head + at, target + at, checksum);
-  for (; at < copied; at += kStripe) {
+  for (; at < head_bytes && at < striped_bytes; at += kStripe) copy_stripe(head + at, target + at, checksum);
+  for (; at < striped_bytes; at += kStripe) {
     prefetch(body + at - head_bytes);
     copy_stripe(body + at - head_bytes, target + at, checksum);
   }
@@ -183,7 +183,7 @@ extern "C" void radixkv_copy_checked(const uint8_t* head, int64_t head_bytes, co
   const int64_t start = at < head_bytes ? head_bytes : at;
   if (start < num_bytes) memcpy(target + start, body + start - head_bytes, num_bytes - start);
   checksum.finish(target + num_bytes - kStripe, num_bytes, target + num_bytes);
-  _mm_sfence();  // visible to every thread that is notified of the copy
+  _mm_sfence();  // makes the copy visible to every thread that is notified of it
 }
 
 // Reads objects of more than 256 bytes each, including the checksum, into memory aligned to 32 bytes. Stores the number of

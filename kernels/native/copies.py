@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 _CHECKSUM_BYTES = 16
-_STRIPE_BYTES, _ALIGNMENT, _MAX_SHORT_BYTES = 64, 32, 240
+_STRIPE_BYTES, _ALIGNMENT_BYTES, _MAX_SHORT_BYTES = 64, 32, 240
 # Smaller copies are likely to be read while they are still in the caches, so `fill` leaves them to NumPy.
 MIN_FILLED_BYTES = 4 << 20
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -72,20 +72,20 @@ class NativeCopies:
         if target.nbytes != num_bytes or not target.flags.c_contiguous or not target.flags.writeable:
             raise ValueError(f"target: expected {num_bytes} writable contiguous bytes, got {_describe(target)}")
         is_long = len(head) + source.nbytes > _MAX_SHORT_BYTES
-        if not is_long or len(head) % _STRIPE_BYTES or address % _ALIGNMENT:
+        if not is_long or len(head) % _STRIPE_BYTES or address % _ALIGNMENT_BYTES:
             return False
         self._copy_checked(head, len(head), source.ctypes.data, source.nbytes, address)
         return True
 
     def read_checked(
-        self, files: ObjectFiles, places: Sequence[tuple[int, int, int]], targets: Sequence[memoryview]
+        self, files: ObjectFiles, locations: Sequence[tuple[int, int, int]], targets: Sequence[memoryview]
     ) -> list[tuple[int, bytes | None]] | None:
         """Read objects that end with a checksum.
 
         Args:
             files: the files of the objects.
-            places: for each object its offset in the file of heads, its offset in the file of bodies, and its number of
-                bytes, including the checksum.
+            locations: for each object its offset in the file of heads, its offset in the file of bodies, and its number
+                of bytes, including the checksum.
             targets: writable memory for each object, at least of its size.
 
         Returns:
@@ -98,30 +98,31 @@ class NativeCopies:
             ValueError: a target is too small, or the size of heads is not a multiple of 64 bytes.
         """
         _require_stripes(files)
-        wanted = np.array(places, np.int64).reshape(-1, 3).T.copy()  # offsets of heads, offsets of bodies, sizes
-        sizes = wanted[2]
-        addresses = np.array([ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in targets], np.int64)
-        if any(each.nbytes < size for each, size in zip(targets, sizes, strict=True)):
+        head_offsets, body_offsets, sizes = np.array(locations, np.int64).reshape(-1, 3).T.copy()
+        addresses = np.array([ctypes.addressof(ctypes.c_char.from_buffer(target)) for target in targets], np.int64)
+        if any(target.nbytes < size for target, size in zip(targets, sizes, strict=True)):
             raise ValueError("targets: each must have at least the size of its object")
         min_bytes = max(_MAX_SHORT_BYTES + 1, files.head_bytes) + _CHECKSUM_BYTES
-        if (sizes < min_bytes).any() or (addresses % _ALIGNMENT).any():
+        if (sizes < min_bytes).any() or (addresses % _ALIGNMENT_BYTES).any():
             return None
-        counts, digests = np.zeros(len(places), np.int64), np.zeros((len(places), _CHECKSUM_BYTES), np.uint8)
-        pointers = (each.ctypes.data for each in (*wanted, addresses, counts, digests))
-        if failure := self._read_checked(*files, len(places), *pointers):
+        counts, digests = np.zeros(len(locations), np.int64), np.zeros((len(locations), _CHECKSUM_BYTES), np.uint8)
+        pointers = (array.ctypes.data for array in (head_offsets, body_offsets, sizes, addresses, counts, digests))
+        if failure := self._read_checked(*files, len(locations), *pointers):
             raise OSError(-failure, os.strerror(-failure))
-        is_whole = counts == sizes
-        checksums = (digest.tobytes() if whole else None for digest, whole in zip(digests, is_whole, strict=True))
+        are_whole = counts == sizes
+        checksums = [
+            digest.tobytes() if is_whole else None for digest, is_whole in zip(digests, are_whole, strict=True)
+        ]
         return list(zip(counts.tolist(), checksums, strict=True))
 
     def write_checked(
-        self, files: ObjectFiles, positions: Sequence[tuple[int, int]], objects: Sequence[tuple[bytes, memoryview]]
+        self, files: ObjectFiles, offsets: Sequence[tuple[int, int]], objects: Sequence[tuple[bytes, memoryview]]
     ) -> bool:
         """Write objects: bodies, and heads followed by the object's checksum, both padded with zeros to whole pages.
 
         Args:
             files: the files of the objects.
-            positions: for each object its offsets in the file of heads and in the file of bodies, multiples of a page.
+            offsets: for each object its offsets in the file of heads and in the file of bodies, multiples of a page.
             objects: for each object its head, and its body in contiguous bytes.
 
         Returns:
@@ -139,11 +140,12 @@ class NativeCopies:
         sizes = [body.size for body in bodies]
         if any(files.head_bytes + size <= _MAX_SHORT_BYTES for size in sizes):
             return False
-        addresses = [body.__array_interface__["data"][0] for body in bodies]
-        of_heads, of_bodies = zip(*positions, strict=True) if positions else ((), ())
-        numbers = [(_INT * len(each))(*each) for each in (of_heads, of_bodies, addresses, sizes)]
-        pointers = (ctypes.c_char_p * len(heads))(*heads)
-        if failure := self._write_checked(*files, len(objects), *numbers[:2], pointers, *numbers[2:]):
+        body_addresses = [body.__array_interface__["data"][0] for body in bodies]
+        head_offsets, body_offsets = zip(*offsets, strict=True) if offsets else ((), ())
+        offset_arrays = [(_INT * len(numbers))(*numbers) for numbers in (head_offsets, body_offsets)]
+        head_array = (ctypes.c_char_p * len(heads))(*heads)
+        body_arrays = [(_INT * len(numbers))(*numbers) for numbers in (body_addresses, sizes)]
+        if failure := self._write_checked(*files, len(objects), *offset_arrays, head_array, *body_arrays):
             raise OSError(-failure, os.strerror(-failure))
         return True
 
@@ -164,16 +166,16 @@ class NativeCopies:
                 `blocks` is read-only.
         """
         block_bytes = blocks[0].nbytes
-        if not blocks.flags.writeable or any(each.nbytes != block_bytes for each in payloads):
+        if not blocks.flags.writeable or any(payload.nbytes != block_bytes for payload in payloads):
             raise ValueError(f"blocks: expected writable blocks, and payloads of {block_bytes} bytes for them")
-        if any(not 0 <= each < len(blocks) for each in ids) or len(ids) != len(payloads):
+        if any(not 0 <= block_id < len(blocks) for block_id in ids) or len(ids) != len(payloads):
             raise ValueError(f"ids: expected {len(payloads)} block ids from 0 to {len(blocks) - 1}, got {list(ids)}")
-        pieces = _pieces_of(blocks[0])
+        piece_layout = _piece_layout(blocks[0])
         targets = blocks.ctypes.data + np.array(ids, np.int64) * blocks.strides[0]
-        if pieces is None or len(ids) * block_bytes < MIN_FILLED_BYTES or (targets % _ALIGNMENT).any():
+        if piece_layout is None or len(ids) * block_bytes < MIN_FILLED_BYTES or (targets % _ALIGNMENT_BYTES).any():
             return False
-        sources = np.array([np.frombuffer(each, np.uint8).ctypes.data for each in payloads], np.int64)
-        self._fill(len(ids), sources.ctypes.data, targets.ctypes.data, *pieces)
+        sources = np.array([np.frombuffer(payload, np.uint8).ctypes.data for payload in payloads], np.int64)
+        self._fill(len(ids), sources.ctypes.data, targets.ctypes.data, *piece_layout)
         return True
 
 
@@ -183,23 +185,25 @@ def _require_stripes(files: ObjectFiles) -> None:
 
 
 def _describe(array: npt.NDArray[np.uint8]) -> str:
-    access, order = ("writable" if array.flags.writeable else "read-only"), array.flags.c_contiguous
-    return f"{array.nbytes} {access} {'contiguous' if order else 'strided'} bytes"
+    access = "writable" if array.flags.writeable else "read-only"
+    order = "contiguous" if array.flags.c_contiguous else "strided"
+    return f"{array.nbytes} {access} {order} bytes"
 
 
-def _pieces_of(block: npt.NDArray[np.uint8]) -> tuple[int, int, int] | None:
+def _piece_layout(block: npt.NDArray[np.uint8]) -> tuple[int, int, int] | None:
     """Return number, size and stride of the pieces of a block; None if the stride is not constant or not aligned."""
     num_pieces, piece_bytes, stride = 1, block.shape[-1], block.shape[-1]
     if block.strides[-1] != 1:
         return None
-    for size, distance in zip(block.shape[-2::-1], block.strides[-2::-1], strict=True):
+    # The dimensions before the last one, from the innermost to the outermost.
+    for size, dimension_stride in zip(block.shape[-2::-1], block.strides[-2::-1], strict=True):
         if size == 1:
             continue
         if num_pieces == 1:
-            stride = distance
-        elif distance != num_pieces * stride:
+            stride = dimension_stride
+        elif dimension_stride != num_pieces * stride:
             return None
         num_pieces *= size
-    if piece_bytes % _STRIPE_BYTES or stride % _ALIGNMENT:
+    if piece_bytes % _STRIPE_BYTES or stride % _ALIGNMENT_BYTES:
         return None
     return num_pieces, piece_bytes, stride

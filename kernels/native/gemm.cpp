@@ -173,8 +173,8 @@ void pack_rows(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_
       words[r] = r < num_rows ? Arithmetic::load_row(rows + r * row_bytes, first_word + w, first_lanes(num_words - w))
                               : as_words(broadcast(0.0f));
     transpose(words);
-    const int64_t num_here = std::min<int64_t>(kLanes, num_words - w);
-    for (int64_t i = 0; i < num_here; i++) store_words(to + (w + i) * num_rows, first_lanes(num_rows), words[i]);
+    const int64_t vector_words = std::min<int64_t>(kLanes, num_words - w);
+    for (int64_t i = 0; i < vector_words; i++) store_words(to + (w + i) * num_rows, first_lanes(num_rows), words[i]);
   }
 }
 
@@ -213,23 +213,23 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
   const int64_t stride = is_in_place ? matmul.out_features : tile.panels * kFeatures;
   const int64_t panel_bytes = matmul.in_features / kGroup * group_bytes(matmul.format);  // if it is quantized
   const Buffer<Row> packed(num_rows * ((num_units + num_blocks - 1) / num_blocks) * unit);
-  const auto row_of = [&](int64_t t) { return num_rows * t / num_tiles; };
+  const auto tile_start = [&](int64_t t) { return num_rows * t / num_tiles; };
   for (int64_t block = 0; block < num_blocks; block++) {
     const int64_t first_word = num_units * block / num_blocks * unit;
     const int64_t words_here = num_units * (block + 1) / num_blocks * unit - first_word;
     const int64_t words_at_once = is_quantized ? std::min(words_here, kMaxDequantized / tile.panels) : words_here;
     parallel_for(num_tiles, matmul.num_threads, [&](int64_t t) {
-      pack_rows<Arithmetic>(matmul, first_row + row_of(t), row_of(t + 1) - row_of(t), first_word, words_here,
-                            reinterpret_cast<uint32_t*>(packed + row_of(t) * words_here));
+      pack_rows<Arithmetic>(matmul, first_row + tile_start(t), tile_start(t + 1) - tile_start(t), first_word, words_here,
+                            reinterpret_cast<uint32_t*>(packed + tile_start(t) * words_here));
     });
     parallel_items(num_groups, matmul.num_threads, [&](Items& items) {
-      const Buffer<float> own(is_in_place ? 0 : num_weights * num_rows * stride);
+      const Buffer<float> panel_sums(is_in_place ? 0 : num_weights * num_rows * stride);
       const Buffer<Weight> dequantized(is_quantized && !is_fused ? tile.panels * words_at_once * kFeatures : 0);
       for (int64_t g; items.next(g);) {
         const bool is_whole = g < num_panels / tile.panels;
         const int64_t p = is_whole ? g * tile.panels : num_panels - (num_groups - g);
         const int64_t panels_here = is_whole ? tile.panels : 1;
-        float* sums = is_in_place ? static_cast<float*>(matmul.out) + first_row * stride + p * kFeatures : own;
+        float* sums = is_in_place ? static_cast<float*>(matmul.out) + first_row * stride + p * kFeatures : panel_sums;
         for (int i = 0; i < num_weights; i++) {
           const void* weight = i ? matmul.other_weight : matmul.weight;
           const uint8_t* quantized = static_cast<const uint8_t*>(weight) + p * panel_bytes;
@@ -247,9 +247,9 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
               if (is_quantized) {
                 panel = dequantized;
                 const uint8_t* groups = quantized + (first_word + word) / kUnit * group_bytes(matmul.format);
-                for (int64_t each = 0; each < panels_here; each++)
-                  dequantize<Weight>(groups + each * panel_bytes, matmul.format, words / kUnit,
-                                     dequantized + each * words * kFeatures);
+                for (int64_t index = 0; index < panels_here; index++)
+                  dequantize<Weight>(groups + index * panel_bytes, matmul.format, words / kUnit,
+                                     dequantized + index * words * kFeatures);
               }
             }
             for (int64_t t = 0; t < num_tiles; t++) {
@@ -257,10 +257,10 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
               const bool is_single = num_tiles == 1;
               const int64_t first_ahead = words * t / num_tiles, end_ahead = words * (t + 1) / num_tiles;
               const int64_t distance = is_single ? kAheadBytes / sizeof(Weight) : num_words * kFeatures;
-              const int64_t rows_here = row_of(t + 1) - row_of(t);
-              add_tile<Arithmetic>(panels_here, rows_here, packed + row_of(t) * words_here + word * rows_here, panel,
+              const int64_t rows_here = tile_start(t + 1) - tile_start(t);
+              add_tile<Arithmetic>(panels_here, rows_here, packed + tile_start(t) * words_here + word * rows_here, panel,
                                    (is_quantized ? words : num_words) * kFeatures, words,
-                                   sums + (i * num_rows + row_of(t)) * stride, stride, block == 0 && word == 0,
+                                   sums + (i * num_rows + tile_start(t)) * stride, stride, block == 0 && word == 0,
                                    panel + distance + first_ahead * kFeatures,
                                    is_quantized ? 0 : end_ahead - first_ahead);
             }

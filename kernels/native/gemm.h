@@ -7,7 +7,8 @@
 
 #include <algorithm>
 
-// The fields are documented in `kernels/native/gemm.py`.
+// `out` is rows * weight + bias. With `other_weight`, the projection `up` of a gated MLP, it is silu(rows * weight + bias) *
+// (rows * other_weight + other_bias). Biases and `other_weight` may be null. `dtype` is a `Dtype`, and `format` a `Format`.
 struct Matmul {
   const void* rows;
   const void *weight, *other_weight;

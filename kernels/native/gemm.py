@@ -42,7 +42,7 @@ _library: _Library | None = None
 
 
 class _MatmulStruct(ctypes.Structure):
-    """`Matmul` of gemm.cpp."""
+    """`Matmul` of gemm.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("rows", "weight", "other_weight", "bias", "other_bias", "out")),
@@ -58,7 +58,8 @@ class Panels:
             order.
 
     Attributes:
-        numbers: the packed weights.
+        numbers: the packed weights, `[num_panels, num_words, features of a panel, numbers of a word]`; if they are
+            quantized, uint8 `[num_panels, num_groups, bytes of a group]`.
         out_features: features of all weights.
         dtype: dtype of the rows that the weights are multiplied with.
         format: how the weights are stored.
@@ -71,20 +72,20 @@ class Panels:
         in_features = weights[0].shape[1]
         self.dtype = weights[0].dtype
         self.out_features = sum(map(len, weights))
-        num_features = library.panel_features
-        num_numbers = library.word_numbers[self.dtype]
-        num_panels = -(-self.out_features // num_features)
-        num_words = in_features // num_numbers
-        # [num_panels, num_words, features, numbers of a word]
-        self.numbers = torch.empty(num_panels, num_words, num_features, num_numbers, dtype=self.dtype)
-        start = 0
+        panel_features = library.panel_features
+        word_numbers = library.word_numbers[self.dtype]
+        num_panels = -(-self.out_features // panel_features)
+        num_words = in_features // word_numbers
+        self.numbers = torch.empty(num_panels, num_words, panel_features, word_numbers, dtype=self.dtype)
+        first_feature = 0
         for weight in map(torch.Tensor.contiguous, weights):
             library.pack_weight(
-                *(weight.data_ptr(), len(weight), num_words, num_numbers * self.dtype.itemsize, start),
+                *(weight.data_ptr(), len(weight), num_words, word_numbers * self.dtype.itemsize, first_feature),
                 *(self.numbers.data_ptr(), torch.get_num_threads()),
             )
-            start += len(weight)
-        self.numbers[-1, :, num_features - num_panels * num_features + start :] = 0
+            first_feature += len(weight)
+        num_last_features = self.out_features - (num_panels - 1) * panel_features
+        self.numbers[-1, :, num_last_features:] = 0  # the padding of the last panel
 
 
 class QuantizedPanels(Panels):
@@ -96,36 +97,37 @@ class QuantizedPanels(Panels):
     """
 
     def __init__(self, weights: Iterable[QuantizedWeight], dtype: torch.dtype) -> None:
-        whole = QuantizedWeight.concatenated(weights)
+        weight = QuantizedWeight.concatenated(weights)
         self.dtype = dtype
-        self.format = Format.Q8 if whole.bits == 8 else Format.Q4
-        self.out_features = len(whole)
-        num_features = _current_library().panel_features
-        codes, scales, minima = whole.padded(num_features)
-        num_panels, num_groups = len(scales) // num_features, scales.shape[1]
-        # [num_panels, num_groups, bytes of a group]
-        parts = [
-            each.view(num_panels, num_features, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
-            for each in (scales, minima)
-            if each is not None
+        self.format = Format.Q8 if weight.bits == 8 else Format.Q4
+        self.out_features = len(weight)
+        panel_features = _current_library().panel_features
+        codes, scales, minima = weight.padded(panel_features)
+        num_panels, num_groups = len(scales) // panel_features, scales.shape[1]
+        # Tensors of bytes, [num_panels, num_groups, bytes], that are concatenated for each group.
+        sections = [
+            float16s.view(num_panels, panel_features, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
+            for float16s in (scales, minima)
+            if float16s is not None
         ]
-        grouped = codes.view(num_panels, num_features, num_groups, -1).permute(0, 2, 3, 1)
+        grouped = codes.view(num_panels, panel_features, num_groups, -1).permute(0, 2, 3, 1)
         if self.format == Format.Q4:
-            grouped = grouped[:, :, 0::2] | grouped[:, :, 1::2] << 4
-        parts.append(grouped.reshape(num_panels, num_groups, -1).view(torch.uint8))
-        self.numbers = torch.cat(parts, dim=2)
-        self._panel_features = num_features
+            grouped = grouped[:, :, 0::2] | grouped[:, :, 1::2] << 4  # two codes per byte
+        sections.append(grouped.reshape(num_panels, num_groups, -1).view(torch.uint8))
+        self.numbers = torch.cat(sections, dim=2)
+        self._panel_features = panel_features
 
     def rows(self, features: torch.Tensor) -> QuantizedWeight:
         """Return the quantized weights of some output features, int64 `[n]`."""
-        width, is_q4 = self._panel_features, self.format == Format.Q4
-        panel, place = features // width, features % width
-        halves = self.numbers.view(torch.float16)  # [num_panels, num_groups, half the bytes of a group]
-        scales = halves[:, :, :width][panel, :, place]
-        minima = halves[:, :, width : 2 * width][panel, :, place] if is_q4 else None
+        panel_features, is_q4 = self._panel_features, self.format == Format.Q4
+        panel, index = features // panel_features, features % panel_features
+        float16s = self.numbers.view(torch.float16)  # [num_panels, num_groups, half the bytes of a group]
+        scales = float16s[:, :, :panel_features][panel, :, index]
+        minima = float16s[:, :, panel_features : 2 * panel_features][panel, :, index] if is_q4 else None
+        first_code_byte = (4 if is_q4 else 2) * panel_features  # two bytes for each scale and for each minimum
+        codes = self.numbers[:, :, first_code_byte:]
         # [num_panels, num_groups, bytes of a feature, features]
-        codes = self.numbers[:, :, (4 if is_q4 else 2) * width :]
-        codes = codes.unflatten(2, (-1, width))[panel, :, :, place]  # type: ignore[no-untyped-call]
+        codes = codes.unflatten(2, (-1, panel_features))[panel, :, :, index]  # type: ignore[no-untyped-call]
         codes = torch.stack((codes & 15, codes >> 4), -1) if is_q4 else codes.view(torch.int8)
         return QuantizedWeight(codes.flatten(1), scales, minima, self.dtype)
 
@@ -138,13 +140,13 @@ def use(library: ctypes.CDLL) -> None:
     """
     global _library
     names = ("multiply", "pack_weight", "panel_features", "word_numbers")
-    multiply, pack_weight, features, numbers = (getattr(library, f"radixkv_{name}") for name in names)
+    multiply, pack_weight, panel_features, word_numbers = (getattr(library, f"radixkv_{name}") for name in names)
     multiply.argtypes, multiply.restype = (_POINTER,), None
     pack_weight.argtypes, pack_weight.restype = (_POINTER, *(_INT,) * 4, _POINTER, _INT), None
-    features.argtypes, features.restype = (), _INT
-    numbers.argtypes, numbers.restype = (_INT,), _INT
+    panel_features.argtypes, panel_features.restype = (), _INT
+    word_numbers.argtypes, word_numbers.restype = (_INT,), _INT
     _library = _Library(
-        multiply, pack_weight, features(), {dtype: numbers(code) for dtype, code in DTYPE_CODES.items()}
+        multiply, pack_weight, panel_features(), {dtype: word_numbers(code) for dtype, code in DTYPE_CODES.items()}
     )
 
 

@@ -5,7 +5,8 @@
 //     ┌───────────────────────────────────────────────────────────────────────────────────────────────────┘
 //     └─▶ norm ─▶ gated MLP ─▶ +
 //
-// It calls the functions of gemm.cpp, rows.cpp and attention.cpp, so the bits are the same as with separate calls.
+// The functions of gemm.cpp, rows.cpp and attention.cpp compute a layer, so the bits are the same as with separate calls
+// of them.
 
 #include "attention.h"
 #include "buffer.h"
@@ -43,7 +44,7 @@ struct KVView {
   float* largest;
 };
 
-// Returns memory that a thread keeps from layer to layer: the operating system would zero new memory each time.
+// Returns memory that a thread keeps from layer to layer, because the operating system would zero new memory each time.
 char* kept_memory(int64_t num_bytes) {
   static thread_local std::unique_ptr<Buffer<char>> memory;
   static thread_local int64_t size = 0;
@@ -61,13 +62,14 @@ class LayerOfTokens {
   LayerOfTokens(const Layer& layer, const KVView& view, int64_t num_tokens, int64_t num_threads)
       : layer_(layer), view_(view), num_tokens_(num_tokens), num_threads_(num_threads) {}
 
-  // The output may replace the rows.
+  // `output` may be the memory of `rows`.
   void compute(const void* rows, const void* cos, const void* sin, void* output) const {
     const int64_t size = layer_.heads.in_features, num_numbers = num_tokens_ * size;
-    const int64_t in_attention = bytes_of_all(layer_.heads.out_features) + bytes_of_all(rotated_width()) +
-                                 bytes_of_all(query_width());
-    const int64_t in_mlp = bytes_of_all(layer_.down.in_features) + (is_joined() ? bytes_of_all(layer_.gate.out_features) : 0);
-    char* normed = kept_memory(bytes_of_all(size) + std::max(in_attention, in_mlp));
+    const int64_t attention_bytes = bytes_of_all(layer_.heads.out_features) + bytes_of_all(rotated_width()) +
+                                    bytes_of_all(query_width());
+    const int64_t joined_bytes = is_joined() ? bytes_of_all(layer_.gate.out_features) : 0;
+    const int64_t mlp_bytes = bytes_of_all(layer_.down.in_features) + joined_bytes;
+    char* normed = kept_memory(bytes_of_all(size) + std::max(attention_bytes, mlp_bytes));
     char* scratch = normed + bytes_of_all(size);
     norm(layer_.first, rows, normed);
     attend(normed, cos, sin, scratch);
@@ -78,11 +80,12 @@ class LayerOfTokens {
   }
 
  private:
+  // Whether one weight, `gate`, contains both projections of the MLP.
   bool is_joined() const { return layer_.up.panels == nullptr; }
   int64_t query_width() const { return layer_.num_query_heads * layer_.head_dim; }
   int64_t rotated_width() const { return query_width() + layer_.num_kv_heads * layer_.head_dim; }
 
-  // Bytes of `width` numbers per token, padded to whole cache lines.
+  // Bytes of `width` numbers for each token, padded to whole cache lines.
   int64_t bytes_of_all(int64_t width) const { return (num_tokens_ * width * bytes_of(layer_.dtype) + 63) / 64 * 64; }
 
   // Replaces rows by the output of the attention block.
@@ -130,8 +133,9 @@ class LayerOfTokens {
     const int64_t size = layer_.head_dim, width = layer_.heads.out_features;
     const bool is_shared = num_threads_ > 1 && num_tokens_ * num_heads * size > kMaxSerialNumbers;
     parallel_for(num_tokens_, is_shared ? num_threads_ : 1, [&](int64_t t) {
-      char* own = heads + t * width * bytes_of(layer_.dtype);
-      radixkv_norm(own, norm.weight, own, num_heads, size, size, layer_.dtype, norm.dtype, norm.eps, norm.rounds_first, 1);
+      char* token_heads = heads + t * width * bytes_of(layer_.dtype);
+      radixkv_norm(token_heads, norm.weight, token_heads, num_heads, size, size, layer_.dtype, norm.dtype, norm.eps,
+                   norm.rounds_first, 1);
     });
   }
 
@@ -142,12 +146,12 @@ class LayerOfTokens {
     radixkv_multiply(&matmul);
   }
 
-  void add(const void* some, const void* others, void* sums, int64_t num_numbers) const {
+  void add(const void* a, const void* b, void* sums, int64_t num_numbers) const {
     const bool is_shared = num_threads_ > 1 && num_numbers > kMaxSerialNumbers;
     parallel_for((num_numbers + kLanes - 1) / kLanes, is_shared ? num_threads_ : 1, [&](int64_t vector) {
       const int64_t i = vector * kLanes;
       const Lanes lanes = first_lanes(num_numbers - i);
-      store(sums, i, layer_.dtype, lanes, load(some, i, layer_.dtype, lanes) + load(others, i, layer_.dtype, lanes));
+      store(sums, i, layer_.dtype, lanes, load(a, i, layer_.dtype, lanes) + load(b, i, layer_.dtype, lanes));
     });
   }
 

@@ -70,12 +70,12 @@ class KVView:
         slots: torch.Tensor,
         largest: torch.Tensor,
     ) -> None:
-        shared = (None if sinks is None else sinks.data_ptr(), slots.data_ptr(), largest.data_ptr())
+        step_addresses = (None if sinks is None else sinks.data_ptr(), slots.data_ptr(), largest.data_ptr())
         problem, kv_addresses = attention.problem, attention.kv_addresses
         self._views = (_KVViewStruct * len(layers))(
-            *[_KVViewStruct(problem, *kv_addresses(layer), *shared) for layer in layers]
+            *[_KVViewStruct(problem, *kv_addresses(layer), *step_addresses) for layer in layers]
         )
-        self._kept = (attention, sinks, slots, largest)  # keeps the memory of the pointers alive
+        self._referenced = (attention, sinks, slots, largest)  # keeps the memory of the pointers alive
 
     @property
     def address(self) -> int:
@@ -91,7 +91,7 @@ class Weights:
     bias: torch.Tensor | None
 
     def structure(self, in_features: int) -> _WeightStruct:
-        """Return the structure that is passed to C++."""
+        """Return the structure that is passed to C++, for rows with `in_features` numbers."""
         bias = None if self.bias is None else self.bias.data_ptr()
         panels = self.panels
         return _WeightStruct(panels.numbers.data_ptr(), bias, in_features, panels.out_features, panels.format)
@@ -144,7 +144,7 @@ class NativeLayers:
         self._call = library.radixkv_layers
         self._call.argtypes, self._call.restype = (*(_POINTER,) * 2, _INT, *(_POINTER,) * 4, _INT, _INT), None
         self._layers = layers  # keeps the memory of the pointers alive
-        self._structures = (_LayerStruct * len(layers))(*map(_structure, layers))
+        self._structures = (_LayerStruct * len(layers))(*map(_layer_struct, layers))
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -168,29 +168,40 @@ class NativeLayers:
         """
         parts, num_tokens = self._layers[0], rows.shape[-2]
         rotated_shape = (*cos.shape[:-2], num_tokens, parts.head_dim)
-        rows_at = address_of("rows", rows, parts.dtype, (*rows.shape[:-1], len(parts.first.weight)))
-        cos_at = address_of("cos", cos, parts.dtype, rotated_shape)
-        sin_at = address_of("sin", sin, parts.dtype, rotated_shape)
+        rows_address = address_of("rows", rows, parts.dtype, (*rows.shape[:-1], len(parts.first.weight)))
+        cos_address = address_of("cos", cos, parts.dtype, rotated_shape)
+        sin_address = address_of("sin", sin, parts.dtype, rotated_shape)
         output = torch.empty_like(rows)
         self._call(
-            *(ctypes.addressof(self._structures), view.address, len(self._layers), rows_at, cos_at, sin_at),
-            *(output.data_ptr(), num_tokens, torch.get_num_threads()),
+            ctypes.addressof(self._structures),
+            view.address,
+            len(self._layers),
+            rows_address,
+            cos_address,
+            sin_address,
+            output.data_ptr(),
+            num_tokens,
+            torch.get_num_threads(),
         )
         return output
 
 
-def _structure(parts: LayerParts) -> _LayerStruct:
-    size, mlp_size = len(parts.first.weight), parts.gate.panels.out_features // (2 if parts.up is None else 1)
+def _layer_struct(parts: LayerParts) -> _LayerStruct:
+    hidden_size = len(parts.first.weight)
+    mlp_size = parts.gate.panels.out_features // (2 if parts.up is None else 1)
     attended_size = parts.num_query_heads * parts.head_dim
     return _LayerStruct(
-        *map(_norm, (parts.first, parts.second, parts.query, parts.key)),
-        *(parts.heads.structure(size), parts.attended.structure(attended_size), parts.gate.structure(size)),
-        *(_WeightStruct() if parts.up is None else parts.up.structure(size), parts.down.structure(mlp_size)),
+        *map(_norm_struct, (parts.first, parts.second, parts.query, parts.key)),
+        parts.heads.structure(hidden_size),
+        parts.attended.structure(attended_size),
+        parts.gate.structure(hidden_size),
+        _WeightStruct() if parts.up is None else parts.up.structure(hidden_size),
+        parts.down.structure(mlp_size),
         *(parts.num_query_heads, parts.num_kv_heads, parts.head_dim, DTYPE_CODES[parts.dtype]),
     )
 
 
-def _norm(norm: NativeNorm | None) -> _NormStruct:
+def _norm_struct(norm: NativeNorm | None) -> _NormStruct:
     if norm is None:
         return _NormStruct()
     return _NormStruct(norm.weight.data_ptr(), DTYPE_CODES[norm.weight.dtype], int(norm.rounds_first), norm.eps)

@@ -31,7 +31,7 @@ from radixkv.kernels.native.variants import VARIANTS, Variant
 _log = logging.getLogger(__name__)
 
 _INSTALLED = Path(__file__).parent
-_MAX_KEPT = 8  # libraries in the cache directory: two versions of radixkv with four variants each
+_MAX_CACHED_LIBRARIES = 8  # two versions of radixkv with four variants each
 _CAPABILITIES = ("AVX2", "AVX512", "AMX")
 
 # The values of `Dtype` in `vectors.h`.
@@ -42,7 +42,7 @@ def runnable_variants() -> list[Variant]:
     """Return the variants that this processor can run and torch allows, the fastest first."""
     capability, flags = processor_capability(), processor_flags()
     allowed = _CAPABILITIES[: 1 + _CAPABILITIES.index(capability)] if capability in _CAPABILITIES else ()
-    return [each for each in VARIANTS if each.capability in allowed and flags.issuperset(each.features)]
+    return [variant for variant in VARIANTS if variant.capability in allowed and flags.issuperset(variant.features)]
 
 
 def load_library(
@@ -50,7 +50,7 @@ def load_library(
 ) -> ctypes.CDLL:
     """Load the kernels of the first variant that is available, compiling them if necessary.
 
-    Compiling a variant takes 9 to 14 CPU seconds, distributed over the cores that the process may use, and is logged.
+    Compiling a variant takes 9 to 14 s of CPU time, on all cores that the process may use, and is logged.
     The log names the loaded library.
 
     Args:
@@ -106,11 +106,11 @@ def _load_or_compile(variant: Variant, folder: Path, environment: Mapping[str, s
 def _load_cached(variant: Variant, folder: Path) -> ctypes.CDLL | None:
     """Load the library from the cache directory; None if it is missing, damaged or can't be loaded."""
     for file in sorted(folder.glob(f"{variant.name}-{digest_of(variant)}-*.so")):
-        with suppress(OSError):  # it can't be read or loaded
+        with suppress(OSError):  # a file that can't be read or loaded is ignored
             if file.stem.endswith(f"-{_content_digest(file)}"):
                 library = ctypes.CDLL(str(file))
                 with suppress(OSError):
-                    os.utime(file)  # `_remove_old` keeps the libraries that were used last
+                    os.utime(file)  # `_remove_old_libraries` keeps the libraries that were used last
                 return library
     return None
 
@@ -118,7 +118,7 @@ def _load_cached(variant: Variant, folder: Path) -> ctypes.CDLL | None:
 def _compile(variant: Variant, folder: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
     """Compile a variant. The folder must be locked, so that files of an interrupted process can be removed."""
 
-    def check(file: Path) -> None:
+    def load_trial(file: Path) -> None:
         ctypes.CDLL(str(file))
         _log.info("compiling kernels for %s, 5 to 60 s; once", variant.name)
 
@@ -128,20 +128,20 @@ def _compile(variant: Variant, folder: Path, environment: Mapping[str, str]) -> 
     scratch.mkdir()
     try:
         unfinished = scratch / library_name(variant)
-        compile_kernels(variant, unfinished, environment, num_jobs=num_cores, check=check)
+        compile_kernels(variant, unfinished, environment, num_jobs=num_cores, check=load_trial)
         name = f"{variant.name}-{digest_of(variant)}-{_content_digest(unfinished)}.so"
         file = unfinished.replace(folder / name)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     _log.info("compiled kernels for %s in %.1f s", variant.name, time.perf_counter() - start_s)
-    _remove_old(folder)
+    _remove_old_libraries(folder)
     return ctypes.CDLL(str(file))
 
 
-def _remove_old(folder: Path) -> None:
+def _remove_old_libraries(folder: Path) -> None:
     """Remove all but the libraries that were used last. Processes that have loaded one keep it."""
     with suppress(OSError):
-        for file in sorted(folder.glob("*.so"), key=lambda file: file.stat().st_mtime)[:-_MAX_KEPT]:
+        for file in sorted(folder.glob("*.so"), key=lambda file: file.stat().st_mtime)[:-_MAX_CACHED_LIBRARIES]:
             file.unlink()
 
 

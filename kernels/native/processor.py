@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 _CPUINFO = Path("/proc/cpuinfo")
-# The lines that distinguish processors, on x86 and ARM (`Features`).
-_NAMES = ("model name", "flags", "Features", "stepping")
+# The names of the lines that distinguish processors, on x86 and on ARM (`Features`).
+_LINE_NAMES = ("model name", "flags", "Features", "stepping")
 
 
 def processor_facts(cpuinfo: Path = _CPUINFO) -> list[str]:
@@ -24,7 +24,7 @@ def processor_facts(cpuinfo: Path = _CPUINFO) -> list[str]:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    return sorted({line for line in lines if line.startswith(_NAMES)})
+    return sorted({line for line in lines if line.startswith(_LINE_NAMES)})
 
 
 def processor_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
@@ -34,7 +34,7 @@ def processor_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
         cpuinfo: the file.
 
     Returns:
-        Their names, such as `avx2`. Empty if the system has no such file, or the processor is not x86.
+        Names of extensions, such as `avx2`. Empty if the system has no such file, or the processor is not x86.
     """
     lines = [line.partition(":")[2].split() for line in processor_facts(cpuinfo) if line.startswith("flags")]
     return frozenset(lines[0]).intersection(*lines[1:]) if lines else frozenset()

@@ -45,8 +45,9 @@ inline void dequantize_pairs(const uint8_t* group, int64_t format, const Use& us
     for (int64_t i = 0; i < kGroup / 2; i++, codes += 2 * kFeatures)
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
-        const uint8_t* own = codes + v * kLanes;
-        use(i, v, dequantized(widen_signed(own), scales[v]), dequantized(widen_signed(own + kFeatures), scales[v]));
+        const uint8_t* feature_codes = codes + v * kLanes;
+        use(i, v, dequantized(widen_signed(feature_codes), scales[v]),
+            dequantized(widen_signed(feature_codes + kFeatures), scales[v]));
       }
   } else {
     const Floats minima[2] = {float16_at(halves + kFeatures), float16_at(halves + kFeatures + kLanes)};
@@ -65,7 +66,8 @@ inline void dequantize_pairs(const uint8_t* group, int64_t format, const Use& us
 template <class Word>
 constexpr int64_t kGroupWords = std::is_same_v<Word, float> ? kGroup : kGroup / 2;
 
-// Calls `use(w, v, word)` with each word of a group of a panel: one number, in float32.
+// Calls `use(w, v, word)` with word w of vector v of the features of a panel, for each word of a group: one number, in
+// float32. The third parameter only selects the type of the words.
 template <class Use>
 inline void dequantize_words(const uint8_t* group, int64_t format, const float*, const Use& use) {
   dequantize_pairs(group, format, [&](int64_t i, int v, Floats first, Floats second) {

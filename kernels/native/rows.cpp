@@ -38,7 +38,7 @@ void rotate_head(const char* head, const char* cos, const char* sin, char* rotat
   }
 }
 
-// SiLU of the first half of a row, rounded, times the second half.
+// Multiplies the SiLU of the first half of a row, rounded, by the second half.
 void gate_row(const char* row, char* gated, int64_t width, int64_t dtype) {
   for (int64_t i = 0; i < width; i += kLanes) {
     const Lanes lanes = first_lanes(width - i);
@@ -104,17 +104,17 @@ extern "C" void radixkv_write(const void* key, const void* value, const int64_t*
       const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
       const int64_t to = (block * block_stride + h * head_stride + offset * head_dim) * bytes_of(kv_dtype);
       const int64_t key_at = (t * key_stride + h * head_dim) * bytes_of(dtype);
-      uint32_t most = write_vector(static_cast<const char*>(key) + key_at, static_cast<char*>(key_pool) + to, head_dim,
-                                   dtype, kv_dtype);
+      uint32_t largest_bits = write_vector(static_cast<const char*>(key) + key_at, static_cast<char*>(key_pool) + to,
+                                           head_dim, dtype, kv_dtype);
       if (value != nullptr) {
         const int64_t value_at = (t * value_stride + h * head_dim) * bytes_of(dtype);
-        const uint32_t other = write_vector(static_cast<const char*>(value) + value_at,
-                                            static_cast<char*>(value_pool) + to, head_dim, dtype, kv_dtype);
-        most = most > other ? most : other;
+        const uint32_t value_bits = write_vector(static_cast<const char*>(value) + value_at,
+                                                 static_cast<char*>(value_pool) + to, head_dim, dtype, kv_dtype);
+        largest_bits = largest_bits > value_bits ? largest_bits : value_bits;
       }
       if (largest == nullptr) continue;
-      uint32_t before;
-      memcpy(&before, largest + t * num_heads + h, 4);
-      if (most > before) memcpy(largest + t * num_heads + h, &most, 4);
+      uint32_t previous_bits;
+      memcpy(&previous_bits, largest + t * num_heads + h, 4);
+      if (largest_bits > previous_bits) memcpy(largest + t * num_heads + h, &largest_bits, 4);
     }
 }

@@ -14,7 +14,7 @@ from radixkv.kernels.norm_style import NormStyle
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
-_TYPES = {
+_ARGUMENT_TYPES = {
     "radixkv_norm": (*(_POINTER,) * 3, *(_INT,) * 5, _DOUBLE, _INT, _INT),
     "radixkv_rotate": (*(_POINTER,) * 4, *(_INT,) * 6),
     "radixkv_gate": (*(_POINTER,) * 2, *(_INT,) * 4),
@@ -30,7 +30,7 @@ class NativeRows:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        for name, types in _TYPES.items():
+        for name, types in _ARGUMENT_TYPES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = types, None
         self._norm = library.radixkv_norm
@@ -64,11 +64,11 @@ class NativeRows:
         """
         _require_adjacent_heads("heads", heads)
         num_tokens, num_heads, head_dim = heads.shape
-        cos_at = address_of("cos", cos, heads.dtype, (num_tokens, head_dim))
-        sin_at = address_of("sin", sin, heads.dtype, (num_tokens, head_dim))
+        cos_address = address_of("cos", cos, heads.dtype, (num_tokens, head_dim))
+        sin_address = address_of("sin", sin, heads.dtype, (num_tokens, head_dim))
         rotated = heads.new_empty(heads.shape)
         self._rotate(
-            *(heads.data_ptr(), cos_at, sin_at, rotated.data_ptr(), num_tokens, num_heads, head_dim),
+            *(heads.data_ptr(), cos_address, sin_address, rotated.data_ptr(), num_tokens, num_heads, head_dim),
             *(heads.stride(0), DTYPE_CODES[heads.dtype], torch.get_num_threads()),
         )
         return rotated
@@ -103,15 +103,16 @@ class NativeRows:
         if value is not None:
             _require_adjacent_heads("value", value)
             if (value.dtype, value.shape) != (key.dtype, key.shape):
-                expected, got = (f"shape {tuple(each.shape)} in {each.dtype}" for each in (key, value))
+                expected, got = (f"shape {tuple(tensor.shape)} in {tensor.dtype}" for tensor in (key, value))
                 raise ValueError(f"value: expected {expected}, got {got}")
-        slots_at = address_of("slots", slots, torch.int64, key.shape[:1])
-        largest_at = None if largest is None else address_of("largest", largest, torch.float32, key.shape[:2])
+        slots_address = address_of("slots", slots, torch.int64, key.shape[:1])
+        largest_address = None if largest is None else address_of("largest", largest, torch.float32, key.shape[:2])
         values = pool.values
-        at = values.data_ptr() + layer * values.stride(1) * values.element_size()
+        keys_address = values.data_ptr() + layer * values.stride(1) * values.element_size()
+        values_address = keys_address + values.stride(2) * values.element_size()
         self._write(
-            *(key.data_ptr(), None if value is None else value.data_ptr(), slots_at, at),
-            *(at + values.stride(2) * values.element_size(), largest_at),
+            *(key.data_ptr(), None if value is None else value.data_ptr(), slots_address),
+            *(keys_address, values_address, largest_address),
             *(*key.shape, pool.block_size, key.stride(0), 0 if value is None else value.stride(0)),
             *(values.stride(3), values.stride(0), DTYPE_CODES[key.dtype], DTYPE_CODES[pool.dtype]),
         )

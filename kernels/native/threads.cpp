@@ -28,9 +28,9 @@ namespace {
 constexpr int64_t kRangesPerThread = 4;
 constexpr int64_t kQuietSpinNs = 500'000;        // covers what Python does between two layers
 constexpr int64_t kBusySpinNs = 5'000;
-constexpr int64_t kPreemptedNs = 200'000;        // between two readings of the clock: the thread was preempted
-constexpr int64_t kBusyForNs = 100'000'000;      // how long a preemption counts
-constexpr int kPausesPerReading = 8;             // of the clock
+constexpr int64_t kPreemptedNs = 200'000;        // a spinning thread was preempted if its clock advances by more at once
+constexpr int64_t kBusyForNs = 100'000'000;      // the machine counts as busy for this time after a preemption
+constexpr int kPausesPerClockReading = 8;
 
 int64_t now_ns() {
   timespec time;
@@ -74,7 +74,7 @@ class Pool {
     add_workers(num_threads - 1);
     const int64_t num_ranges = std::min(num_items, num_threads * kRangesPerThread);
     work_ = work, context_ = context, num_items_ = num_items;
-    num_left_.store(static_cast<uint32_t>(num_ranges), std::memory_order_relaxed);
+    num_unfinished_.store(static_cast<uint32_t>(num_ranges), std::memory_order_relaxed);
     ticket_.store(Ticket::pack(num_threads, num_ranges), std::memory_order_release);
     epoch_.fetch_add(1);
     if (num_sleeping_.load() > 0) futex_wake(epoch_, INT_MAX);  // a futex does not know which worker has which index
@@ -101,13 +101,13 @@ class Pool {
     Items items(range, num_ranges, num_items_);
     work_(context_, items);
     const uint32_t num_claimed = static_cast<uint32_t>(items.num_claimed());
-    if (num_left_.fetch_sub(num_claimed) == num_claimed && is_caller_asleep_.load()) futex_wake(num_left_, 1);
+    if (num_unfinished_.fetch_sub(num_claimed) == num_claimed && is_caller_asleep_.load()) futex_wake(num_unfinished_, 1);
   }
 
   void wait_until_done() {
-    if (spin_until([&] { return num_left_.load(std::memory_order_acquire) == 0; })) return;
+    if (spin_until([&] { return num_unfinished_.load(std::memory_order_acquire) == 0; })) return;
     is_caller_asleep_.store(true);
-    for (uint32_t left; (left = num_left_.load()) != 0;) futex_wait(num_left_, left);
+    for (uint32_t count; (count = num_unfinished_.load()) != 0;) futex_wait(num_unfinished_, count);
     is_caller_asleep_.store(false);
   }
 
@@ -129,17 +129,17 @@ class Pool {
   template <class Condition>
   bool spin_until(Condition&& holds) {
     if (holds()) return true;
-    int64_t last = now_ns();
-    const int64_t start = last;
-    const int64_t limit = start < busy_until_.load(std::memory_order_relaxed) ? kBusySpinNs : kQuietSpinNs;
-    while (last - start < limit) {
-      for (int i = 0; i < kPausesPerReading; i++) {
+    int64_t last_ns = now_ns();
+    const int64_t start_ns = last_ns;
+    const int64_t limit_ns = start_ns < busy_until_ns_.load(std::memory_order_relaxed) ? kBusySpinNs : kQuietSpinNs;
+    while (last_ns - start_ns < limit_ns) {
+      for (int i = 0; i < kPausesPerClockReading; i++) {
         _mm_pause();
         if (holds()) return true;
       }
-      const int64_t now = now_ns();
-      if (now - last > kPreemptedNs) busy_until_.store(now + kBusyForNs, std::memory_order_relaxed);
-      last = now;
+      const int64_t time_ns = now_ns();
+      if (time_ns - last_ns > kPreemptedNs) busy_until_ns_.store(time_ns + kBusyForNs, std::memory_order_relaxed);
+      last_ns = time_ns;
     }
     return false;
   }
@@ -150,11 +150,12 @@ class Pool {
         Pool* pool;
         int64_t index;
       };
-      // Signals to the process are handled by its other threads. Those of a fault are handled where it happens.
-      sigset_t blocked, before;
+      // Signals to the process are handled by its other threads. Signals of a fault are handled by the thread that causes
+      // it, and SIGPROF by the thread that is profiled.
+      sigset_t blocked, previous;
       sigfillset(&blocked);
-      for (int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGPROF}) sigdelset(&blocked, own);
-      pthread_sigmask(SIG_SETMASK, &blocked, &before);
+      for (int unblocked : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGPROF}) sigdelset(&blocked, unblocked);
+      pthread_sigmask(SIG_SETMASK, &blocked, &previous);
       pthread_t thread;
       Start* start = new Start{this, num_workers_ + 1};
       const auto run = [](void* argument) -> void* {
@@ -164,7 +165,7 @@ class Pool {
         return nullptr;
       };
       const int error = pthread_create(&thread, nullptr, run, start);
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      pthread_sigmask(SIG_SETMASK, &previous, nullptr);
       if (error != 0) {
         delete start;
         can_start_ = false;  // there are fewer threads, and they compute everything
@@ -178,15 +179,16 @@ class Pool {
   std::atomic_flag is_in_use_ = ATOMIC_FLAG_INIT;
   int64_t num_workers_ = 0;
   bool can_start_ = true;
-  Work work_ = nullptr;  // of the current loop, as are the next two
+  // The current loop:
+  Work work_ = nullptr;
   void* context_ = nullptr;
   int64_t num_items_ = 0;
   alignas(64) std::atomic<uint64_t> ticket_{0};
   alignas(64) std::atomic<uint32_t> epoch_{0};  // loops so far
   std::atomic<int32_t> num_sleeping_{0};
-  alignas(64) std::atomic<uint32_t> num_left_{0};  // ranges that are not computed
+  alignas(64) std::atomic<uint32_t> num_unfinished_{0};  // ranges of the current loop that are not computed yet
   std::atomic<bool> is_caller_asleep_{false};
-  alignas(64) std::atomic<int64_t> busy_until_{0};
+  alignas(64) std::atomic<int64_t> busy_until_ns_{0};
 };
 
 // Never destroyed: workers wait in it until the process ends.
@@ -210,7 +212,7 @@ Pool& Pool::get() {
 
 Items::Items(int64_t first_range, int64_t num_ranges, int64_t num_items)
     : num_ranges_(num_ranges), num_items_(num_items) {
-  take(first_range);
+  set_range(first_range);
 }
 
 bool Items::claim() {
@@ -218,11 +220,11 @@ bool Items::claim() {
   const int64_t range = Pool::get().claim();
   if (range < 0) return false;
   num_claimed_++;
-  take(range);
+  set_range(range);
   return true;
 }
 
-void Items::take(int64_t range) {
+void Items::set_range(int64_t range) {
   next_ = num_items_ * range / num_ranges_;
   end_ = num_items_ * (range + 1) / num_ranges_;
 }

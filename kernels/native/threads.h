@@ -24,7 +24,7 @@ class Items {
 
  private:
   bool claim();
-  void take(int64_t range);
+  void set_range(int64_t range);
 
   int64_t next_, end_;
   int64_t num_ranges_ = 0, num_items_ = 0;  // only for a parallel loop

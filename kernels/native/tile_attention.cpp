@@ -107,8 +107,8 @@ class Attention {
     alignas(64) float largest[kLines];
     for (int r = 0; r < kLines; r++) {
       const int64_t row = first + std::min<int64_t>(r, count - 1), token = token_of(item, row), head = head_of(item, row);
-      const int64_t place = problem_.tokens[token] * problem_.query_token_stride + head * problem_.query_head_stride;
-      queries[r] = query_ + 2 * place;
+      const int64_t number = problem_.tokens[token] * problem_.query_token_stride + head * problem_.query_head_stride;
+      queries[r] = query_ + 2 * number;
       rows.positions[r] = problem_.positions[token];
       largest[r] = sinks_ ? sinks_[head] * kLog2e : kInitialMax;
     }
@@ -125,14 +125,14 @@ class Attention {
 
   // Attends from the rows [first, end) of an item to the keys of a round, block by block.
   void attend_keys(const Item& item, const Round& round, int64_t first, int64_t end) {
-    Rows *begin = rows_.data() + first / kLines, *stop = rows_.data() + (end + kLines - 1) / kLines;
-    for (Rows* rows = begin; rows < stop; rows++) rows->select(first, end);
+    Rows *first_rows = rows_.data() + first / kLines, *end_rows = rows_.data() + (end + kLines - 1) / kLines;
+    for (Rows* rows = first_rows; rows < end_rows; rows++) rows->select(first, end);
     for (int first_key = round.first_key; first_key < round.end_key; first_key += kKeys) {
       const int end_key = std::min(round.end_key, first_key + kKeys);
       locate(problem_, round, item.kv_head, key_, value_, first_key, end_key, zeros_, pointers_);
       pack_keys();
       pack_values();
-      for (Rows* rows = begin; rows < stop; rows++) {
+      for (Rows* rows = first_rows; rows < end_rows; rows++) {
         rows->set_keys(problem_, first_key, end_key);
         if (rows->num_pairs == 0) continue;
         score(*rows);
@@ -266,11 +266,12 @@ class Attention {
   // Sets scores of keys that are not visible to -infinity. Keys past the end of a round need no check: a round ends after
   // the positions of its rows, or with a whole block of keys.
   void mask_scores(const Rows& rows, int first_key, int num_keys) const {
-    const Words before = problem_.window ? _mm512_sub_epi32(rows.selected_positions, _mm512_set1_epi32(problem_.window))
-                                         : _mm512_set1_epi32(-1);
+    const Words window = _mm512_set1_epi32(problem_.window);
+    const Words last_hidden = problem_.window ? _mm512_sub_epi32(rows.selected_positions, window) : _mm512_set1_epi32(-1);
     for (int k = 0; k < num_keys; k++) {
       const Words key = _mm512_set1_epi32(first_key + k);
-      const Lanes is_visible = _mm512_cmple_epi32_mask(key, rows.selected_positions) & _mm512_cmpgt_epi32_mask(key, before);
+      const Lanes is_visible =
+          _mm512_cmple_epi32_mask(key, rows.selected_positions) & _mm512_cmpgt_epi32_mask(key, last_hidden);
       float* score = scores_ + k * kLines;
       store_floats(score, _mm512_mask_blend_ps(is_visible, broadcast(-INFINITY), load_floats(score)));
     }

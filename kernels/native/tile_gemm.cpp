@@ -45,15 +45,15 @@ struct TileSums {
   }
 
   static void load(const float* sums) {
-    const float* below = sums + kLines * kFeatures;
+    const float* second_tile = sums + kLines * kFeatures;
     load_tile<0>(sums, kBytes), load_tile<1>(sums + kLanes, kBytes);
-    if (kHasTwo) load_tile<2>(below, kBytes), load_tile<3>(below + kLanes, kBytes);
+    if (kHasTwo) load_tile<2>(second_tile, kBytes), load_tile<3>(second_tile + kLanes, kBytes);
   }
 
   static void store(float* sums) {
-    float* below = sums + kLines * kFeatures;
+    float* second_tile = sums + kLines * kFeatures;
     store_tile<0>(sums, kBytes), store_tile<1>(sums + kLanes, kBytes);
-    if (kHasTwo) store_tile<2>(below, kBytes), store_tile<3>(below + kLanes, kBytes);
+    if (kHasTwo) store_tile<2>(second_tile, kBytes), store_tile<3>(second_tile + kLanes, kBytes);
   }
 
   // Adds the products of 16 words of the rows and of the panel.
@@ -108,22 +108,22 @@ void sum_groups(const uint32_t* rows, const uint8_t* groups, int64_t format, int
 struct BiasedSums {
   Floats low, high;
 
-  BiasedSums(const float* sums, const void* bias, int64_t first, int64_t left)
-      : low(with_bias(sums, bias, first, kBfloat16, first_lanes(left))),
+  BiasedSums(const float* sums, const void* bias, int64_t first, int64_t remaining_features)
+      : low(with_bias(sums, bias, first, kBfloat16, first_lanes(remaining_features))),
         high(with_bias(sums + kLanes, bias, first + kLanes, kBfloat16,
-                       first_lanes(std::max<int64_t>(0, left - kLanes)))) {}
+                       first_lanes(std::max<int64_t>(0, remaining_features - kLanes)))) {}
 };
 
 // Adds the bias to the sums of some rows of a panel, applies SwiGLU if there is another weight, and stores the result.
 void finish(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t panel, const float* sums,
             const float* other_sums) {
-  const int64_t first = panel * kFeatures, left = matmul.out_features - first;
-  const __mmask32 lanes = left >= kFeatures ? 0xffffffffu : (1u << left) - 1;
+  const int64_t first = panel * kFeatures, remaining_features = matmul.out_features - first;
+  const __mmask32 lanes = remaining_features >= kFeatures ? 0xffffffffu : (1u << remaining_features) - 1;
   uint16_t* out = static_cast<uint16_t*>(matmul.out) + first_row * matmul.out_features + first;
   for (int64_t r = 0; r < num_rows; r++) {
-    BiasedSums sum(sums + r * kFeatures, matmul.bias, first, left);
+    BiasedSums sum(sums + r * kFeatures, matmul.bias, first, remaining_features);
     if (matmul.other_weight) {
-      const BiasedSums other(other_sums + r * kFeatures, matmul.other_bias, first, left);
+      const BiasedSums other(other_sums + r * kFeatures, matmul.other_bias, first, remaining_features);
       sum.low = silu_of(sum.low) * other.low;
       sum.high = silu_of(sum.high) * other.high;
     }
@@ -141,7 +141,7 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
   const int64_t num_blocks = num_pairs > 1 ? (num_lines * num_words * 4 + kMaxBytes - 1) / kMaxBytes : 1;
   const int64_t kept_lines = num_blocks > 1 ? num_panels * num_lines : kPairRows;
   const Buffer<uint32_t> packed(num_lines * ((num_steps + num_blocks - 1) / num_blocks) * kTileWords);
-  const Buffer<float> kept(num_blocks > 1 ? num_weights * kept_lines * kFeatures : 0);
+  const Buffer<float> kept_sums(num_blocks > 1 ? num_weights * kept_lines * kFeatures : 0);
   for (int64_t block = 0; block < num_blocks; block++) {
     const int64_t first_word = num_steps * block / num_blocks * kTileWords;
     const int64_t words_here = num_steps * (block + 1) / num_blocks * kTileWords - first_word;
@@ -155,7 +155,7 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
     const int64_t panel_bytes = num_steps * group_bytes(matmul.format);  // if it is quantized
     parallel_items(num_panels, matmul.num_threads, [&](Items& items) {
       const Tiles tiles;
-      alignas(64) float own[2 * kPairRows * kFeatures];
+      alignas(64) float pair_sums[2 * kPairRows * kFeatures];
       const Buffer<uint32_t> dequantized(is_quantized && !is_fused ? num_weights * words_here * kFeatures : 0);
       for (int64_t p; items.next(p);) {
         const uint32_t* panels[2] = {};
@@ -174,20 +174,20 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
         for (int64_t t = 0; t < num_pairs; t++) {
           const int64_t row = t * kPairRows, rows_here = std::min(kPairRows, num_rows - row);
           const bool has_two = rows_here > kLines;
-          const uint32_t* own_rows = packed + row * words_here;
-          float* sums = num_blocks > 1 ? kept + (p * num_lines + row) * kFeatures : own;
+          const uint32_t* pair_rows = packed + row * words_here;
+          float* sums = num_blocks > 1 ? kept_sums + (p * num_lines + row) * kFeatures : pair_sums;
           for (int i = 0; i < num_weights; i++) {
-            float* own_sums = sums + i * kept_lines * kFeatures;
+            float* weight_sums = sums + i * kept_lines * kFeatures;
             if (is_fused) {
               const auto add = has_two ? sum_groups<true> : sum_groups<false>;
-              add(own_rows, quantized[i], matmul.format, num_steps, own_sums);
+              add(pair_rows, quantized[i], matmul.format, num_steps, weight_sums);
               continue;
             }
             // A single pair prefetches the words that follow soon. Several pairs prefetch the next panel, a part each.
             const int64_t first_ahead = words_here * t / num_pairs, end_ahead = words_here * (t + 1) / num_pairs;
             const int64_t distance = num_pairs == 1 ? kAheadBytes / 4 : num_words * kFeatures;
             const auto add = has_two ? add_words<true> : add_words<false>;
-            add(own_rows, panels[i], words_here, own_sums, block == 0,
+            add(pair_rows, panels[i], words_here, weight_sums, block == 0,
                 panels[i] + distance + first_ahead * kFeatures, is_quantized ? 0 : end_ahead - first_ahead);
           }
           if (block == num_blocks - 1)

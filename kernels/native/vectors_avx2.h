@@ -12,6 +12,7 @@ struct Lanes {
   int count;  // lanes 0 to count - 1 are active
 };
 
+// Returns the first `left` lanes; all lanes if `left` is at least their number.
 inline Lanes first_lanes(int64_t left) { return {left >= kLanes ? kLanes : static_cast<int>(left)}; }
 
 inline Words mask_of(Lanes lanes) {
@@ -37,9 +38,9 @@ inline void store_words(uint32_t* to, Lanes lanes, Words x) {
 // AVX2 has no masked loads and stores of 16 bits, so partial vectors are copied with memcpy.
 inline Halves load_halves(const uint16_t* from, Lanes lanes) {
   if (lanes.count == kLanes) return _mm_loadu_si128(reinterpret_cast<const Halves*>(from));
-  Halves own = _mm_setzero_si128();
-  memcpy(&own, from, lanes.count * sizeof(uint16_t));
-  return own;
+  Halves halves = _mm_setzero_si128();
+  memcpy(&halves, from, lanes.count * sizeof(uint16_t));
+  return halves;
 }
 
 inline void store_halves(uint16_t* to, Lanes lanes, Halves x) {
@@ -56,8 +57,9 @@ inline Words shift_right(Words x, int bits) { return _mm256_srli_epi32(x, bits);
 inline Words sum_of_words(Words a, Words b) { return _mm256_add_epi32(a, b); }
 inline Words broadcast_words(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
 inline Words and_bits(Words a, uint32_t b) { return _mm256_and_si256(a, broadcast_words(b)); }
-inline Words select_nan(Floats x, Words is, Words is_not) {
-  return _mm256_blendv_epi8(is_not, is, as_words(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+// Returns `if_nan` in the lanes in which x is NaN, and `otherwise` in the others.
+inline Words select_nan(Floats x, Words if_nan, Words otherwise) {
+  return _mm256_blendv_epi8(otherwise, if_nan, as_words(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
 
 inline float sum_of(Floats x) {
@@ -116,6 +118,7 @@ inline Floats times_power_of_2(Floats sum, Split split) {
   return sum * power(half) * power(_mm256_sub_epi32(exponent, half));
 }
 
+// Lane i has the position first + i. Keeps the lanes of the positions (after, last], and sets others to -infinity.
 inline Floats between(Floats x, int first, int after, int last) {
   const Words at = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(first));
   const Words is_inside = _mm256_andnot_si256(_mm256_cmpgt_epi32(at, _mm256_set1_epi32(last)),

@@ -32,9 +32,9 @@ inline Words shift_right(Words x, int bits) { return _mm512_srli_epi32(x, bits);
 inline Words sum_of_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
 inline Words broadcast_words(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 inline Words and_bits(Words a, uint32_t b) { return _mm512_and_si512(a, broadcast_words(b)); }
-// Returns `is` in the lanes in which x is NaN, and `is_not` in the others.
-inline Words select_nan(Floats x, Words is, Words is_not) {
-  return _mm512_mask_mov_epi32(is_not, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), is);
+// Returns `if_nan` in the lanes in which x is NaN, and `otherwise` in the others.
+inline Words select_nan(Floats x, Words if_nan, Words otherwise) {
+  return _mm512_mask_mov_epi32(otherwise, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), if_nan);
 }
 inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
 inline float largest_of(Floats x) { return _mm512_reduce_max_ps(x); }
@@ -67,7 +67,7 @@ inline Split split_of(Floats x) {
 // Returns sum * 2^floor(x).
 inline Floats times_power_of_2(Floats sum, Split split) { return _mm512_scalef_ps(sum, split.x); }
 
-// Lane i stands for the position first + i. Keeps the lanes of the positions (after, last], and sets others to -infinity.
+// Lane i has the position first + i. Keeps the lanes of the positions (after, last], and sets others to -infinity.
 inline Floats between(Floats x, int first, int after, int last) {
   const Words at = _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                                     _mm512_set1_epi32(first));

@@ -22,7 +22,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         OSError: the directory can't be created.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    directory = target.parent / f".{target.name[:200]}.{secrets.token_hex(8)}"
+    directory = target.parent / f".{target.name[:200]}.{secrets.token_hex(8)}"  # file systems allow 255 bytes per name
     directory.mkdir()
     try:
         yield directory

@@ -58,13 +58,14 @@ def require_fields(path: str, section: Any) -> None:
     """
     for name, hint in get_type_hints(type(section), include_extras=True).items():
         value = getattr(section, name)
-        choices = get_args(hint) if get_origin(hint) is not Annotated else ()
-        if value is None and NoneType in choices:
+        union_members = () if get_origin(hint) is Annotated else get_args(hint)
+        if value is None and NoneType in union_members:
             continue
-        hint = next((each for each in choices if each is not NoneType), hint)
-        kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        kinds = (int, float) if kind is float else (kind,)
-        if isinstance(value, bool) is not (kind is bool) or not isinstance(value, kinds):
+        value_hint = next((member for member in union_members if member is not NoneType), hint)
+        kind, *bounds = get_args(value_hint) if get_origin(value_hint) is Annotated else (value_hint,)
+        accepted_types = (int, float) if kind is float else (kind,)
+        is_other_bool = isinstance(value, bool) and kind is not bool  # in Python, a bool is also an int
+        if is_other_bool or not isinstance(value, accepted_types):
             raise ConfigError(f"{path}.{name}: expected {_TOML_TYPES[kind]}, got {value!r}")
         for bound in bounds:
             bound.require(f"{path}.{name}", value)

@@ -40,6 +40,7 @@ _NAMED_SECTIONS = {
     "tenants": TenantConfig,
 }
 
+# A name in a path: quoted, or without dots.
 _KEY = re.compile(r'"[^"]+"|[^".]+')
 _Section = TypeVar("_Section", bound="DataclassInstance")
 
@@ -113,8 +114,8 @@ class Config:
     def load(cls, file: str | Path | None = None, settings: Iterable[str] = ()) -> Config:
         """Read a TOML file and apply `section.key=value` settings to it; the last value of a key wins.
 
-        Only the names of sections are validated in each part. Keys and values are validated in the result, so the order
-        of different keys does not matter.
+        The file and each setting are validated on their own only as to the names of sections. Keys and values are
+        validated in the result, so the order of different keys does not matter.
 
         Args:
             file: path of the TOML file, if there is one.
@@ -126,22 +127,24 @@ class Config:
         """
         trees = [] if file is None else [_read_file(file)]
         trees += map(read_setting, settings)
-        keys: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         for tree in trees:
             _require_sections(tree)
-            keys = _merge(keys, tree)
-        return cls._from_tables(keys)
+            merged = _merge(merged, tree)
+        return cls._from_tables(merged)
 
     @classmethod
     def _from_tables(cls, tree: Mapping[str, Any]) -> Config:
         defaults = cls()
         sections: dict[str, Any] = {}
-        for name, values in tree.items():
-            if name in _NAMED_SECTIONS:
-                section = _NAMED_SECTIONS[name]()
-                sections[name] = {each: _replace_keys(f"{name}.{each}", section, keys) for each, keys in values.items()}
+        for group, table in tree.items():
+            if group in _NAMED_SECTIONS:
+                default = _NAMED_SECTIONS[group]()
+                sections[group] = {
+                    name: _replace_keys(f"{group}.{name}", default, keys) for name, keys in table.items()
+                }
             else:
-                sections[name] = _replace_keys(name, getattr(defaults, name), values)
+                sections[group] = _replace_keys(group, getattr(defaults, group), table)
         return cls(**sections)
 
 
@@ -187,12 +190,12 @@ def _require_table(path: str, values: object) -> Mapping[str, Any]:
 
 def _merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two trees of tables. If both have a key, `upper` wins, unless both values are tables: these are merged."""
-    joined = {
+    merged_tables = {
         key: _merge(lower[key], value)
         for key, value in upper.items()
         if isinstance(value, Mapping) and isinstance(lower.get(key), Mapping)
     }
-    return {**lower, **upper, **joined}
+    return {**lower, **upper, **merged_tables}
 
 
 def require_known(path: str, known: Iterable[str]) -> None:
@@ -206,16 +209,17 @@ def require_known(path: str, known: Iterable[str]) -> None:
 def _replace_keys(path: str, section: _Section, values: object) -> _Section:
     """Return a copy of a section with some keys replaced. The copy validates types and bounds itself."""
     replaced = _require_table(path, values)
-    known = [f"{path}.{each.name}" for each in dataclasses.fields(section)]
+    known_paths = [f"{path}.{field.name}" for field in dataclasses.fields(section)]
     for key in replaced:
-        require_known(f"{path}.{key}", known)
+        require_known(f"{path}.{key}", known_paths)
     return dataclasses.replace(section, **replaced)
 
 
 def _require_sections(tree: Mapping[str, Any]) -> None:
     """Refuse sections that are unknown or not tables, even if a later setting replaces them."""
-    for name, values in tree.items():
-        require_known(name, [each.name for each in dataclasses.fields(Config)])
-        for each, keys in _require_table(name, values).items():
-            if name in _NAMED_SECTIONS:
-                _require_table(f"{name}.{each}", keys)
+    known_groups = [field.name for field in dataclasses.fields(Config)]
+    for group, table in tree.items():
+        require_known(group, known_groups)
+        for name, keys in _require_table(group, table).items():
+            if group in _NAMED_SECTIONS:
+                _require_table(f"{group}.{name}", keys)

@@ -10,6 +10,8 @@ from radixkv.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
 
+_MAX_SHOWN_CHARACTERS = 60
+
 
 def read_object(file: Path) -> dict[str, Any]:
     """Read a file that holds a JSON object.
@@ -18,16 +20,16 @@ def read_object(file: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or contains something else.
     """
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"model: expected a directory with a config.json, or such a file, got {file}: {error.strerror}"
         ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: expected a JSON object: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file}: expected a JSON object, got {shown(tree)}")
-    return tree
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: expected a JSON object, got {shown(value)}")
+    return value
 
 
 def shown(value: object) -> str:
@@ -37,4 +39,4 @@ def shown(value: object) -> str:
     'list [1, 2]'
     """
     text = f"{type(value).__name__} {value!r}"
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[: _MAX_SHOWN_CHARACTERS - 3] + "..."

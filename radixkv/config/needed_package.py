@@ -26,7 +26,7 @@ def require_package(key: str, module: str, package: str, extra: str) -> None:
     """
     try:
         is_missing = importlib.util.find_spec(module) is None
-    except ModuleNotFoundError:  # a parent is missing
+    except ModuleNotFoundError:  # a parent package is missing
         is_missing = True
     if is_missing:
         raise ConfigError(f"{key}: {missing_package(package, extra)}")

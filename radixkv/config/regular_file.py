@@ -33,9 +33,9 @@ def read_regular(path: str | Path, max_bytes: int | None = None) -> bytes:
             kind = "a FIFO" if stat.S_ISFIFO(mode) else "a device"
             raise OSError(errno.EINVAL, f"not a regular file but {kind}", str(path))
         with open(descriptor, "rb", closefd=False) as file:
-            data = file.read() if max_bytes is None else file.read(max_bytes + 1)
+            content = file.read() if max_bytes is None else file.read(max_bytes + 1)
     finally:
         os.close(descriptor)
-    if max_bytes is not None and len(data) > max_bytes:
+    if max_bytes is not None and len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
-    return data
+    return content

@@ -36,11 +36,11 @@ TOOL_FORMATS = (
 )
 REASONING_FORMATS = ("cohere", "gemma4", "mistral", "seed_oss", "think")
 MAX_BLOCKS = 2**31 - 1  # block ids are int32
-STATE_SHARE = 0.1  # of the memory of K and V: the memory for state snapshots without `cache.state_bytes`
+STATE_SHARE = 0.1  # memory for state snapshots without `cache.state_bytes`, as a fraction of the memory of K and V
 
 _DEFAULT_CAPACITY_TOKENS = 131_072
 _MAX_INT32 = 2**31 - 1
-_YEAR_S = 366 * 24 * 3600  # clocks and timestamps overflow far beyond it
+_YEAR_S = 366 * 24 * 3600  # the maximum of times: much longer ones overflow clocks and timestamps
 
 _Count = Annotated[int, Range(0)]
 _PositiveCount = Annotated[int, Range(1)]
@@ -444,8 +444,8 @@ class FleetConfig:
         numbers = {"prefill_replicas": self.prefill_replicas, "decode_replicas": self.decode_replicas}
         missing = [name for name, number in numbers.items() if number is None]
         if len(missing) == 1:
-            (present,) = numbers.keys() - set(missing)
-            raise ConfigError(f"fleet.{present} requires fleet.{missing[0]}")
+            (configured,) = numbers.keys() - set(missing)
+            raise ConfigError(f"fleet.{configured} requires fleet.{missing[0]}")
         return not missing
 
 
@@ -496,7 +496,7 @@ class StoreConfig:
 
     Attributes:
         place: passed to the plug-in: a directory, a URL, an address.
-        max_bytes: passed to the plug-in: its size in bytes. Default: the plug-in has a limit of its own.
+        max_bytes: passed to the plug-in: the size of the store in bytes. Default: the plug-in has a limit of its own.
         trusted: whether to use the store without `tiers.secret_file` and `tiers.encryption_key_file`. Every client
             that can write to it can then change the outputs of the model.
     """
@@ -594,8 +594,8 @@ class TenantConfig:
             tenants.
         weight: share of the computed tokens while tenants compete, relative to the default weight of 1.
         max_calls_per_s: maximum rate of Prefill, Generate, Hint and Explain calls, per second; further calls are
-            refused with RESOURCE_EXHAUSTED. A Generate call counts once per completion, and a
-            call with `explain` once more. Default: unlimited.
+            refused with RESOURCE_EXHAUSTED. A Generate call counts once per completion, and a call with `explain` once
+            more. Default: unlimited.
         max_computed_tokens_per_s: maximum rate of computed prompt tokens and generated tokens together, per second;
             while it is exceeded, calls are refused. Cached tokens do not count. Default: unlimited.
         rate_burst_s: burst size of both rates: unused capacity of this many seconds may be used at once.

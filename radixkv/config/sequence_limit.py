@@ -1,4 +1,7 @@
-"""The longest sequence that is served, and why it is shorter than what the files of a model state; without torch."""
+"""The longest sequence that is served, and why it is shorter than what the files of a model state.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +55,9 @@ def sequence_limit(config: Mapping[str, Any]) -> SequenceLimit:
             limits.append(_dynamic(rope, stated))
         elif kind in _LONGROPE or "long_factor" in rope:
             limits.append(_longrope(rope, config, stated))
-    known = [each for each in limits if each.max_tokens is not None]
-    return min(known, key=lambda each: (each.max_tokens, not each.reason)) if known else NO_LIMIT
+    limits = [limit for limit in limits if limit.max_tokens is not None]
+    # Of several limits with the same maximum, one with a reason is returned.
+    return min(limits, key=lambda limit: (limit.max_tokens, not limit.reason), default=NO_LIMIT)
 
 
 def use_long_factors(config: Mapping[str, Any]) -> bool:
@@ -73,7 +77,7 @@ def use_long_factors(config: Mapping[str, Any]) -> bool:
 
 
 def is_length(value: object) -> TypeGuard[int]:
-    """Whether a value of a file is a number of tokens. Some tokenizers state a number like 1e30 for no limit."""
+    """Return whether a value is a number of tokens. Some tokenizers state a number like 1e30 for no limit."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
@@ -81,31 +85,33 @@ def _ropes(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Iterate over the RoPE tables: one for all layers, or one by kind of layer."""
     table = config.get("rope_parameters") or config.get("rope_scaling")
     if isinstance(table, dict):
-        nested = [each for each in table.values() if isinstance(each, dict)]
-        yield from nested or [table]
+        tables_by_kind = [value for value in table.values() if isinstance(value, dict)]
+        yield from tables_by_kind or [table]
 
 
 def _dynamic(rope: Mapping[str, Any], stated: int | None) -> SequenceLimit:
-    own, factor = rope.get("max_position_embeddings"), rope.get("factor")
-    max_tokens = own if is_length(own) else stated
+    unscaled_tokens, factor = rope.get("max_position_embeddings"), rope.get("factor")
+    max_tokens = unscaled_tokens if is_length(unscaled_tokens) else stated
     if max_tokens is None:
         return NO_LIMIT
-    promised = stated or max_tokens
+    scaled_tokens = stated or max_tokens
     if isinstance(factor, int | float) and 1 < factor < 2**31:
-        promised = max(promised, int(max_tokens * factor))
-    if promised <= max_tokens:
+        scaled_tokens = max(scaled_tokens, int(max_tokens * factor))
+    if scaled_tokens <= max_tokens:
         return SequenceLimit(max_tokens, stated)
     reason = f"dynamic RoPE scaling changes the K/V of every token in sequences of more than {max_tokens} tokens"
-    return SequenceLimit(max_tokens, promised, reason, "a rope_type such as yarn or linear in config.json does not")
+    return SequenceLimit(
+        max_tokens, scaled_tokens, reason, "a rope_type such as yarn or linear in config.json does not"
+    )
 
 
 def _longrope(rope: Mapping[str, Any], config: Mapping[str, Any], stated: int | None) -> SequenceLimit:
-    places = (config.get("original_max_position_embeddings"), rope.get("original_max_position_embeddings"), stated)
-    max_tokens = next((each for each in places if is_length(each)), None)
-    is_same = rope.get("short_factor") == rope.get("long_factor") and rope.get("short_mscale") == rope.get(
-        "long_mscale"
-    )
-    if is_same or max_tokens is None or (stated is not None and max_tokens >= stated):
+    original_key = "original_max_position_embeddings"
+    lengths = (config.get(original_key), rope.get(original_key), stated)
+    max_tokens = next((length for length in lengths if is_length(length)), None)
+    has_same_factors = rope.get("short_factor") == rope.get("long_factor")
+    has_same_mscale = rope.get("short_mscale") == rope.get("long_mscale")
+    if (has_same_factors and has_same_mscale) or max_tokens is None or (stated is not None and max_tokens >= stated):
         return SequenceLimit(stated, stated)
     return SequenceLimit(
         max_tokens,

@@ -38,6 +38,7 @@ def adapter_source(config: Config, model: Model) -> AdapterSource | None:
 
 
 def _read(path: str | Path, model: Model, max_bytes: int) -> AdapterFiles:
+    """Read an adapter, and end the OpenMP threads that PyTorch has started for the calling thread."""
     try:
         return read_adapter(path, model, max_bytes)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import numpy as np
@@ -24,8 +25,9 @@ from radixkv.storage.device_pool import KVShape
 _NUM_TOKENS = {"cuda": 2600, "cpu": 650}
 _NUM_QUERIES = 200
 
-# The queries are divided here into five parts: the first query alone; 17, 52 and 129 queries, some of which fill less
-# than a tile and others more; and the last query alone, whose sums are the most sensitive to cancellation.
+# The queries at which the second to the fifth part begin. The parts are: the first query alone; 17, 52 and 129 queries,
+# some of which fill less than a tile and others more; and the last query alone, whose sums are the most sensitive to
+# cancellation.
 _CUTS = (1, 18, 70, 199)
 
 # Maximum distance of a row from the reference, relative to the row's norm. It allows for rounding and for another order
@@ -58,7 +60,8 @@ def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
         torch.randn(trial.num_tokens, heads, shape.head_dim, generator=generator)
         for heads in (kind.num_query_heads, shape.num_kv_heads, shape.num_kv_heads)
     )
-    name, scale = f"attention over {shape.format.name} on {use.device}", shape.head_dim**-0.5
+    name = f"attention over {shape.format.name} on {use.device}"
+    scale = shape.head_dim**-0.5
     try:
         results = [trial.attend(query, key, value, scale=scale, cuts=cuts) for cuts in ((), _CUTS)]
     except Exception as error:  # compilers and drivers raise their own errors for dtypes that they do not support
@@ -71,21 +74,28 @@ def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
                 f"{name}: expected a relative distance of at most {_TOLERANCE[dtype]} from the reference, "
                 f"got {distance:.2g}"
             )
-    if use.is_exact and not all(_parts_agree(trial, kind, shape, what) for what in ("values", "scores")):
+    if use.is_exact and not all(
+        _parts_agree(trial, kind, shape, cancelling_sums) for cancelling_sums in ("values", "scores")
+    ):
         raise UnsupportedModel(
             f"{name}: expected bitwise identical results in one step and in parts, got different ones; {SERVE_FAST}"
         )
 
 
-def _parts_agree(trial: _Trial, kind: AttentionKind, shape: KVShape, what: Literal["values", "scores"]) -> bool:
-    """Whether results in one step and in parts are bitwise identical, on inputs that are sensitive to cancellation."""
-    inputs = sensitive_attention(what, trial.num_tokens, kind.num_query_heads, shape.num_kv_heads, shape.head_dim)
+def _parts_agree(
+    trial: _Trial, kind: AttentionKind, shape: KVShape, cancelling_sums: Literal["values", "scores"]
+) -> bool:
+    """Return whether results in one step and in parts are bitwise identical, for cancellation-sensitive inputs."""
+    inputs = sensitive_attention(
+        cancelling_sums, trial.num_tokens, kind.num_query_heads, shape.num_kv_heads, shape.head_dim
+    )
     # A latent pool stores one tensor as keys and values. Since all queries are zeros here, the keys change no score.
-    if shape.is_latent and what == "values":
+    if shape.is_latent and cancelling_sums == "values":
         query, _, value = inputs
         inputs = query, value, value
-    at_once = trial.attend(*inputs, scale=CANCELLING_SCALE)
-    return torch.equal(at_once, trial.attend(*inputs, scale=CANCELLING_SCALE, cuts=_CUTS))
+    in_one_step = trial.attend(*inputs, scale=CANCELLING_SCALE)
+    in_parts = trial.attend(*inputs, scale=CANCELLING_SCALE, cuts=_CUTS)
+    return torch.equal(in_one_step, in_parts)
 
 
 class _Reference(TorchKernels):
@@ -135,18 +145,18 @@ class _Trial:
         Returns:
             Float32 `[num_queries, num_query_heads, head_dim]`.
         """
-        query, key, written = self._to_device(query, key, value)
-        self._write(self._kernels, key, written)
-        ends = [*cuts, _NUM_QUERIES]
+        query, key, stored_value = self._to_device(query, key, value)
+        self._write(self._kernels, key, stored_value)
+        prefix_len = self.num_tokens - _NUM_QUERIES
         rows = []
-        for start, end in zip((0, *cuts), ends, strict=True):
-            first, last = self.num_tokens - _NUM_QUERIES + start, self.num_tokens - _NUM_QUERIES + end
+        for first_query, end_query in itertools.pairwise([0, *cuts, _NUM_QUERIES]):
+            num_queries, start, end = end_query - first_query, prefix_len + first_query, prefix_len + end_query
             if not cuts:
-                rows.append(self._run(self._kernels, query[first:last], self._batch([end - start], [last]), scale))
+                rows.append(self._run(self._kernels, query[start:end], self._batch([num_queries], [end]), scale))
                 continue
-            shared = self.num_tokens - _NUM_QUERIES  # K/V tokens of the third request, which every part also reads
-            packed = torch.cat((query[:7], query[first:last], query[shared - 3 : shared]))
-            batch = self._batch([7, end - start, 3], [7, last, shared])
+            # The first request computes tokens 0 to 6, and the third one the last 3 tokens of the prefix.
+            packed = torch.cat((query[:7], query[start:end], query[prefix_len - 3 : prefix_len]))
+            batch = self._batch([7, num_queries, 3], [7, end, prefix_len])
             rows.append(self._run(self._kernels, packed, batch, scale)[7:-3])
         return torch.cat(rows).float()
 
@@ -154,9 +164,9 @@ class _Trial:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
         """Compute the attention of the last queries with the reference implementation."""
-        query, key, written = self._to_device(query, key, value)
+        query, key, stored_value = self._to_device(query, key, value)
         kernels = _Reference()
-        self._write(kernels, key, written)
+        self._write(kernels, key, stored_value)
         batch = self._batch([_NUM_QUERIES], [self.num_tokens])
         return self._run(kernels, query[-_NUM_QUERIES:], batch, scale).float()
 

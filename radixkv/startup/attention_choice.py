@@ -22,14 +22,14 @@ _Kernels = TypeVar("_Kernels", bound=AttentionKernels)
 _log = logging.getLogger(__name__)
 
 
-def attention_kernels(
+def choose_attention_kernels(
     model: Model,
     kv_shape: KVShape,
     block_size: int,
     attempt: Callable[[str, AttentionUse], None] = try_attention,
     progress: StartProgress | None = None,
 ) -> AttentionKernels:
-    """Choose the attention kernels for a model and its device by short trials; see `choose_attention`.
+    """Choose the attention kernels for a model and its device by short trials; see `try_candidates`.
 
     Trials run in separate processes on a GPU, and in this process on a CPU. If FlashInfer is installed, supports the
     model and passes its trial, it computes attention in steps that do not run as CUDA graphs.
@@ -45,8 +45,8 @@ def attention_kernels(
         ConfigError: RADIXKV_REFUSED_ATTENTION names unknown kernels.
     """
     progress = progress or StartProgress()
-    # One use for each shape of K/V among the layers. On a GPU there is only one shape.
-    use, *others = model.attention_uses(kv_shape, block_size)
+    uses = model.attention_uses(kv_shape, block_size)  # one for each shape of K/V among the layers
+    use = uses[0]  # the only one on a GPU
     refused = refused_names("exact" if use.is_exact else "fast")
 
     def try_on_gpu(name: str) -> None:
@@ -54,20 +54,20 @@ def attention_kernels(
         attempt(name, use)
 
     if model.device.type != "cuda":
-        on_cpu = _without(refused, cpu_candidates(use))
-        on_cpu_kernels = choose_attention(on_cpu, lambda name: _check_all(on_cpu[name], [use, *others]))
-        progress.note(_name_of(on_cpu_kernels, on_cpu))
-        return on_cpu_kernels
-    on_gpu = _without(refused, attention_candidates(use))
-    on_gpu_kernels = choose_attention(on_gpu, try_on_gpu)
-    progress.note(_name_of(on_gpu_kernels, on_gpu))
-    triton = on_gpu_kernels.for_service()
+        on_cpu = _without_refused(refused, cpu_candidates(use))
+        cpu_kernels = try_candidates(on_cpu, lambda name: _check_all(on_cpu[name], uses))
+        progress.note(_name_of(cpu_kernels, on_cpu))
+        return cpu_kernels
+    on_gpu = _without_refused(refused, attention_candidates(use))
+    gpu_kernels = try_candidates(on_gpu, try_on_gpu)
+    progress.note(_name_of(gpu_kernels, on_gpu))
+    triton = gpu_kernels.for_service()
     flashinfer = flashinfer_candidate(use)
     if flashinfer is None:
         return triton
     with_flashinfer = flashinfer.with_triton_kernels(triton)
     candidates: dict[str, AttentionKernels] = {FLASHINFER: with_flashinfer, POINTERS: triton}
-    kernels = choose_attention(_without(refused, candidates), try_on_gpu)
+    kernels = try_candidates(_without_refused(refused, candidates), try_on_gpu)
     if kernels is with_flashinfer:
         progress.note(FLASHINFER)
     return kernels
@@ -82,7 +82,7 @@ def _check_all(kernels: AttentionKernels, uses: Iterable[AttentionUse]) -> None:
         check_attention(kernels, use)
 
 
-def _without(refused: Collection[str], candidates: Mapping[str, _Kernels]) -> dict[str, _Kernels]:
+def _without_refused(refused: Collection[str], candidates: Mapping[str, _Kernels]) -> dict[str, _Kernels]:
     """Remove the candidates that the environment variable refuses, and log a warning for each."""
     for name in candidates:
         if name in refused:
@@ -90,7 +90,7 @@ def _without(refused: Collection[str], candidates: Mapping[str, _Kernels]) -> di
     return {name: kernels for name, kernels in candidates.items() if name not in refused}
 
 
-def choose_attention(candidates: Mapping[str, _Kernels], attempt: Callable[[str], None]) -> _Kernels:
+def try_candidates(candidates: Mapping[str, _Kernels], attempt: Callable[[str], None]) -> _Kernels:
     """Try kernels until one passes, and log a warning for each that fails.
 
     Args:

@@ -25,8 +25,8 @@ from radixkv.storage.device_pool import KVShape
 _TIMEOUT_S = 120.0
 # When a shape is first used, FlashInfer compiles kernels with nvcc for minutes. The result is cached on disk.
 _BUILD_TIMEOUT_S = 900.0
-_DEATH_S = 5.0
-_REFUSED = 3  # exit status; Python itself fails with 1
+_KILL_TIMEOUT_S = 5.0
+_REFUSED_STATUS = 3  # exit status if the kernels cannot serve; Python itself fails with 1
 
 
 def try_attention(
@@ -42,7 +42,7 @@ def try_attention(
         name: name of the kernels in `triton_kernels.candidates`, or FlashInfer's.
         use: the requirements of the model.
         command: command of the process, which reads the trial from its standard input.
-        timeout_s: the process is killed after this time; None for two minutes, or fifteen for FlashInfer.
+        timeout_s: the process is killed after this time; None for two minutes, or for fifteen minutes with FlashInfer.
 
     Raises:
         UnsupportedModel: the kernels are wrong, or the process failed or did not end in time.
@@ -66,9 +66,9 @@ def try_attention(
     except subprocess.TimeoutExpired as error:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that is blocked in a driver can't be killed
-            process.communicate(timeout=_DEATH_S)
+            process.communicate(timeout=_KILL_TIMEOUT_S)
         raise UnsupportedModel(f"its trial did not end within {timeout_s:g} s") from error
-    if process.returncode == _REFUSED:
+    if process.returncode == _REFUSED_STATUS:
         raise UnsupportedModel(printed.strip())
     if process.returncode:
         last_line = (errors.strip().splitlines() or ["no message"])[-1]
@@ -77,10 +77,10 @@ def try_attention(
 
 def try_attention_here(name: str, use: AttentionUse) -> None:
     """Run `check_attention` in this process; see `try_attention`."""
-    check_attention(_kernels(name, use), use)
+    check_attention(_find_kernels(name, use), use)
 
 
-def _kernels(name: str, use: AttentionUse) -> AttentionKernels:
+def _find_kernels(name: str, use: AttentionUse) -> AttentionKernels:
     if name != FLASHINFER:
         return attention_candidates(use)[name]
     flashinfer = flashinfer_candidate(use)
@@ -96,8 +96,8 @@ def _to_json(name: str, use: AttentionUse) -> str:
         {
             "name": name,
             "kinds": use.kinds,
-            "dtype": _name_of(use.dtype),
-            "shape": [shape.num_layers, shape.num_kv_heads, shape.head_dim, _name_of(shape.dtype), shape.is_latent],
+            "dtype": _dtype_name(use.dtype),
+            "shape": [shape.num_layers, shape.num_kv_heads, shape.head_dim, _dtype_name(shape.dtype), shape.is_latent],
             "block_size": use.block_size,
             "device": str(use.device),
             "is_exact": use.is_exact,
@@ -119,11 +119,11 @@ def _from_json(trial: str) -> tuple[str, AttentionUse]:
     )
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _refusal_of(trial: str) -> str:
+def _run_trial(trial: str) -> str:
     """Run a trial. Returns the reason why the kernels cannot serve; empty if they can."""
     try:
         try_attention_here(*_from_json(trial))
@@ -134,9 +134,9 @@ def _refusal_of(trial: str) -> str:
 
 def main() -> int:
     """Run the trial on standard input, and print the reason if the kernels cannot serve. Returns the exit status."""
-    refusal = _refusal_of(sys.stdin.read())
+    refusal = _run_trial(sys.stdin.read())
     print(refusal)
-    return _REFUSED if refusal else 0
+    return _REFUSED_STATUS if refusal else 0
 
 
 if __name__ == "__main__":

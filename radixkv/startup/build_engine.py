@@ -40,7 +40,7 @@ from radixkv.model.model import Model
 from radixkv.offload.load_or_compute import LoadOrCompute
 from radixkv.scheduling.rate_limiter import RateLimiter
 from radixkv.startup.adapters import adapter_source, load_adapters
-from radixkv.startup.attention_choice import attention_kernels
+from radixkv.startup.attention_choice import choose_attention_kernels
 from radixkv.startup.first_launches import launch_all
 from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.startup.malloc import give_back_freed_memory, keep_freed_memory, use_huge_pages
@@ -96,18 +96,18 @@ def build_engine(
     _set_threads(config.model.threads)
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
     default_quota = _quota("default_tenant", config.default_tenant, config)
-    with contextlib.ExitStack() as opened:  # closes the files if the start fails, so that the process can try again
-        ledger, statements, shadows = _open_statements(config, quotas, open_day_files, opened)
+    with contextlib.ExitStack() as cleanup:  # closes the files if the start fails, so that the process can try again
+        ledger, statements, shadows = _open_statements(config, quotas, open_day_files, cleanup)
         if shadows is not None:
             observers = (*observers, QuotaShadowFeed(shadows))
-        misses = None
+        miss_profiler = None
         if config.server.diagnosed_share and config.transfer.role != "decode":  # prefill replicas profile the prompts
-            misses = MissProfiler(config.server.diagnosed_share)
+            miss_profiler = MissProfiler(config.server.diagnosed_share)
         use_huge_pages()
         keep_freed_memory()  # before loading, which copies each weight of a model on a CPU
         progress.begin("loading the model")
         model = load_model(dataclasses.replace(config.model, max_adapters=config.max_adapters), progress.report)
-        give_back_freed_memory()  # of weights before they were packed
+        give_back_freed_memory()  # the memory of the weights as they were before packing
         _note_model(model, progress)
         kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
         progress.begin("checking attention and the model")
@@ -116,7 +116,7 @@ def build_engine(
         progress.begin("allocating the pool of K/V blocks")
         capturer = GraphCapturer(model, kernels, limits)
         num_blocks_in_one_pool = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, capturer)
-        states = make_state_slots(model, kv_shape, num_blocks_in_one_pool, config, limits)
+        state_slots = make_state_slots(model, kv_shape, num_blocks_in_one_pool, config, limits)
         # Windowed layers may have a pool of their own, whose blocks are called parts.
         groups, num_blocks, num_parts, num_dedicated_parts = divide_layers(
             config, limits, model, num_blocks_in_one_pool
@@ -138,9 +138,9 @@ def build_engine(
             f"({storage.num_bytes / 1e6:.1f} MB)"
         )
         marks = InvocationMarks()
-        events = _make_feed(config, limits.step_tokens, marks, events_key)
-        num_slots = 0 if states is None else states.num_slots
-        runner = make_runner(model, storage, kernels, capturer, num_slots, progress)
+        events = _make_tree_feed(config, limits.step_tokens, marks, events_key)
+        num_state_slots = 0 if state_slots is None else state_slots.num_slots
+        runner = make_runner(model, storage, kernels, capturer, num_state_slots, progress)
         if model.device.type == "cuda":
             reserve_step_memory(model, kernels, storage, limits)
         progress.begin("opening the stores of blocks, and building the engine")
@@ -160,10 +160,10 @@ def build_engine(
             ledger=ledger,
         )
         listeners: list[Listener] = [events]
-        feed = None if misses is None else MissFeed(misses)
-        if feed is not None:
-            observers = (*observers, feed)
-            listeners.append(feed)
+        miss_feed = None if miss_profiler is None else MissFeed(miss_profiler)
+        if miss_feed is not None:
+            observers = (*observers, miss_feed)
+            listeners.append(miss_feed)
         if stores is not None:
             listeners.append(stores.index)
             events.follow(stores.index)
@@ -183,11 +183,11 @@ def build_engine(
             listeners=listeners,
             marks=marks,
             windows=windows,
-            state_slots=states,
+            state_slots=state_slots,
             ledger=ledger,
         )
-        if feed is not None:
-            feed.cache = cache
+        if miss_feed is not None:
+            miss_feed.cache = cache
         if windows.shares_memory:
             observers = (*observers, PageReclaimer(storage, cache.pool, windows.pools[-1]))
         weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
@@ -203,13 +203,13 @@ def build_engine(
             adapters=adapter_source(config, model),
             open_offload=None if stores is None else partial(stores.connect, cache, choice),
             statements=statements,
-            misses=misses,
+            misses=miss_profiler,
         )
-        opened.pop_all()  # `Engine.stop` closes the statements
-        opened.callback(engine.stop)
+        cleanup.pop_all()  # from here on, `Engine.stop` closes the statements
+        cleanup.callback(engine.stop)
         load_adapters(config.adapters, engine.adapters, progress.report)
         end_openmp_threads()
-        opened.pop_all()
+        cleanup.pop_all()  # the start has succeeded, so the engine is not stopped
     return engine
 
 
@@ -302,7 +302,7 @@ def _note_model(model: Model, progress: StartProgress) -> None:
 def _choose_kernels(model: Model, kv_shape: KVShape, block_size: int, progress: StartProgress) -> AttentionKernels:
     """Choose attention kernels, and refuse a model for which their results are wrong."""
     start_s = time.perf_counter()
-    kernels = attention_kernels(model, kv_shape, block_size, progress=progress)
+    kernels = choose_attention_kernels(model, kv_shape, block_size, progress=progress)
     try:
         check_model(model, kernels, block_size, kv_shape, progress.report)
     except torch.OutOfMemoryError as error:
@@ -318,27 +318,27 @@ def _open_statements(
     config: Config,
     quotas: Mapping[str, Quota],
     open_day_files: Callable[[str], DayFiles],
-    opened: contextlib.ExitStack,
+    cleanup: contextlib.ExitStack,
 ) -> tuple[TenantLedger | None, StatementBook | None, QuotaShadows | None]:
     """Return the ledger, the statement book and the quota shadows; all None without `server.statement_path`.
 
-    The shadows are None if no tenant has a ceiling. The files and the shadows are added to `opened`, which closes them
+    The shadows are None if no tenant has a ceiling. The files and the shadows are added to `cleanup`, which closes them
     if the start fails.
     """
     path = config.server.statement_path
     if path is None:
         return None, None, None
     files = open_day_files(path)
-    opened.callback(files.close)
+    cleanup.callback(files.close)
     ledger = TenantLedger(config.cache.block_size, config.tenants, read_day=files.read)
     ceilings = {tenant: quota.ceiling_blocks for tenant, quota in quotas.items() if quota.ceiling_blocks is not None}
     shadows = QuotaShadows(ceilings, config.cache.block_size) if ceilings else None
     if shadows is not None:
-        opened.callback(shadows.close)
+        cleanup.callback(shadows.close)
     return ledger, StatementBook(ledger, files, config.server.statement_interval_s, shadows), shadows
 
 
-def _make_feed(config: Config, step_tokens: int, marks: InvocationMarks, events_key: bytes | None) -> TreeFeed:
+def _make_tree_feed(config: Config, step_tokens: int, marks: InvocationMarks, events_key: bytes | None) -> TreeFeed:
     block_size = config.events.block_size
     return TreeFeed(
         EventLog(config.events.buffer_steps),

@@ -34,11 +34,12 @@ def cgroup_folders(controller: str, system: Path) -> Iterator[CgroupFolder]:
     except OSError:
         lines = ["0::/"]
     root = system / "sys/fs/cgroup"
-    for line in lines:
+    for line in lines:  # ID:CONTROLLERS:PATH; version 2 of cgroups has no controllers here
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and controller not in controllers.split(","):
             continue
-        group = Path(path.lstrip("/"))
-        for mount in [root / controllers, root / controller] if controllers else [root]:
-            for folder in (group, *group.parents):
-                yield CgroupFolder(mount / folder, is_version_2=not controllers)
+        hierarchies = [root / controllers, root / controller] if controllers else [root]
+        cgroup = Path(path.lstrip("/"))
+        for hierarchy in hierarchies:
+            for folder in (cgroup, *cgroup.parents):
+                yield CgroupFolder(hierarchy / folder, is_version_2=not controllers)

@@ -1,7 +1,7 @@
 """Launches every kernel once before serving, so that no request waits for a compilation.
 
 A kernel is compiled separately for each number of rows of a tile, for each dtype, and for strides that are multiples of
-16 and that are not. A compilation takes 0.6 to 0.8 s.
+16 and other strides. A compilation takes 0.6 to 0.8 s.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 from radixkv.tokens import TOKEN_BYTES
 
-# Packed rows of the tiles.
+# Numbers of packed rows of a tile: those that `kernels/gpu/attention_plan.py` chooses from.
 _TILE_ROWS = (16, 64, 128)
 
 # Kernels are specialized for strides that are multiples of this.
 _ALIGNMENT = 16
 
-# Cached tokens before the first request of a step: more than a split has in any mode, so that results of splits are
-# merged.
+# Cached tokens of the first request of a step: more than a split has in any mode, so that results of splits are merged.
 _CACHED_TOKENS = 4608
 
 
@@ -40,8 +39,8 @@ def launch_all(model: Model, storage: KVStorage, kernels: Sequence[PlanningKerne
         max_sequence_tokens: tokens of the longest sequence.
     """
     group_sizes = {kind.num_query_heads // model.kv_shape.num_kv_heads for kind in model.attention_kinds}
-    for each in kernels:
-        runner = Runner(model, storage, each)  # without graphs
+    for variant in kernels:
+        runner = Runner(model, storage, variant)  # without graphs
         for query_lens in _steps(sorted(group_sizes)):
             runner.run(_chunks(query_lens, storage.block_size, max_sequence_tokens))
 
@@ -55,7 +54,7 @@ def _steps(group_sizes: Sequence[int]) -> Iterator[list[int]]:
     yield [1]
     for group_size in group_sizes:
         for tile_rows in _TILE_ROWS:
-            max_tokens = max(1, tile_rows // group_size)  # of one request, so that its rows fit into a tile
+            max_tokens = max(1, tile_rows // group_size)  # the tokens of a request whose rows fit into a tile
             yield [max_tokens] * (_ALIGNMENT // math.gcd(_ALIGNMENT, max_tokens))
             yield [max_tokens] if max_tokens % 2 else [max_tokens, 1]
 

@@ -57,7 +57,7 @@ def drop_wrong_graphs(
     for index, shape in enumerate(shapes, 1):
         report(f"step {index} of {len(shapes)}")
         try:
-            reason = _why_wrong(shape, tokens, graphs, runner, max_sequence_tokens)
+            reason = _reason_to_drop(shape, tokens, graphs, runner, max_sequence_tokens)
         except torch.OutOfMemoryError:
             reason = "there is no memory to check it"
         if reason:
@@ -65,7 +65,10 @@ def drop_wrong_graphs(
             _log.warning("a captured step is not used, because %s: %s", reason, shape)
 
 
-def _why_wrong(shape: StepShape, tokens: bytes, graphs: StepGraphs, runner: Runner, max_sequence_tokens: int) -> str:
+def _reason_to_drop(
+    shape: StepShape, tokens: bytes, graphs: StepGraphs, runner: Runner, max_sequence_tokens: int
+) -> str:
+    """Compute a step with a graph and without it. Returns why the graph must be dropped; empty if it is correct."""
     storage = runner.storage
     for prefix_tokens in _PREFIX_TOKENS:
         chunks = _chunks(shape, tokens, storage.block_size, prefix_tokens, max_sequence_tokens)
@@ -77,12 +80,12 @@ def _why_wrong(shape: StepShape, tokens: bytes, graphs: StepGraphs, runner: Runn
         replay = graphs.prepare_as(shape, layout)
         if replay is not None:
             logits = replay(pack_tokens(chunks)).logits[: len(chunks)]
-            return _difference(logits.clone(), num_blocks, chunks, runner)
+            return _compare_with_launches(logits.clone(), num_blocks, chunks, runner)
     return "there is no room for a step to check it"
 
 
-def _difference(logits: torch.Tensor, num_blocks: int, chunks: list[Chunk], runner: Runner) -> str:
-    """Compute a replayed step again, kernel by kernel. Returns the difference; empty if there is none.
+def _compare_with_launches(logits: torch.Tensor, num_blocks: int, chunks: list[Chunk], runner: Runner) -> str:
+    """Compute a replayed step again, kernel by kernel. Returns why the graph must be dropped; empty if it is correct.
 
     Args:
         logits: logits of the replayed step.
@@ -98,15 +101,16 @@ def _difference(logits: torch.Tensor, num_blocks: int, chunks: list[Chunk], runn
         spare = pool[num_blocks : 2 * num_blocks]
         replayed_blocks = spare if len(spare) == num_blocks else torch.empty_like(blocks, device="cpu")
         replayed_blocks.copy_(blocks)
-    blocks[1:] = 0xFF
+    blocks[1:] = 0xFF  # as before the replay
     expected = runner.run(chunks).logits
     if replayed_blocks is None:
-        is_right = bool((logits - expected).norm() <= LOGITS_TOLERANCE[model.kv_shape.dtype] * expected.norm())
+        is_correct = bool((logits - expected).norm() <= LOGITS_TOLERANCE[model.kv_shape.dtype] * expected.norm())
     else:
-        is_right = torch.equal(logits, expected) and all(
-            torch.equal(block.to(blocks.device), other) for block, other in zip(replayed_blocks, blocks, strict=True)
+        is_correct = torch.equal(logits, expected) and all(
+            torch.equal(replayed.to(blocks.device), launched)
+            for replayed, launched in zip(replayed_blocks, blocks, strict=True)
         )
-    return "" if is_right else "its results differ"
+    return "" if is_correct else "its results differ"
 
 
 def _chunks(
@@ -120,10 +124,11 @@ def _chunks(
     num_others = min((shape.num_requests - 1) // 2, num_tokens - 1)
     prefix_blocks = max(0, min(prefix_tokens, max_sequence_tokens - shape.num_tokens)) // block_size
     longest = min(num_tokens - num_others, max_sequence_tokens - prefix_blocks * block_size)
-    chunks, num_blocks = [], 1
+    chunks, next_block_id = [], 1
     for query_len in [longest, *[1] * num_others]:
-        own_blocks = np.arange(num_blocks, num_blocks - (-query_len // block_size), dtype=np.int32)
-        num_blocks += len(own_blocks)
+        num_own_blocks = -(-query_len // block_size)
+        own_blocks = np.arange(next_block_id, next_block_id + num_own_blocks, dtype=np.int32)
+        next_block_id += num_own_blocks
         start = prefix_blocks * block_size
         block_ids = np.concatenate((np.zeros(prefix_blocks, dtype=np.int32), own_blocks))
         chunks.append(Chunk(tokens, start, start + query_len, block_ids, None, wants_logits=True))

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 _COMPILER = "torch._dynamo"
-_MASKING = "_trace_wrapped_higher_order_op"  # submodule with `TransformGetItemToIndex`
+_MASKING_SUBMODULE = "_trace_wrapped_higher_order_op"  # it contains `TransformGetItemToIndex`
 # What the model classes of transformers import.
 _MODULES = ("transformers.modeling_utils", "transformers.masking_utils", "transformers.generation")
 
@@ -39,27 +39,27 @@ def import_transformers() -> None:
 
     if _COMPILER in sys.modules or "transformers" in sys.modules:
         return
-    compiler = _Compiler(torch)
-    masking = ModuleType(f"{_COMPILER}.{_MASKING}")
+    compiler = _CompilerStandIn(torch)
+    masking = ModuleType(f"{_COMPILER}.{_MASKING_SUBMODULE}")
     masking.__dict__["TransformGetItemToIndex"] = _GetItemToIndex
     sys.modules.update({_COMPILER: compiler, masking.__name__: masking})
     torch.__dict__["_dynamo"] = compiler
-    sys.meta_path.insert(0, _Submodules(compiler))
+    sys.meta_path.insert(0, _SubmoduleFinder(compiler))
     is_available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False  # transformers remembers the answer
     try:
         for module in _MODULES:
             importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001 - the usual import succeeds, or raises it again
+    except Exception as error:  # noqa: BLE001 - the usual import succeeds, or raises the error again
         _log.debug("transformers needs torch._dynamo or torch.distributed when it is imported: %s", error)
-        _load(compiler)
+        _load_real_module(compiler)
     finally:
         torch.distributed.is_available = is_available
         if sys.modules.get(masking.__name__) is masking:
             del sys.modules[masking.__name__]
 
 
-class _Compiler(ModuleType):
+class _CompilerStandIn(ModuleType):
     """`torch._dynamo` before it is imported: decorators that record functions and return them unchanged.
 
     Args:
@@ -78,12 +78,12 @@ class _Compiler(ModuleType):
         self._disabled: list[_Function] = []
 
     def allow_in_graph(self, function: _Function) -> _Function:
-        """Record a mark of this name."""
+        """Record that PyTorch's function of this name was called for `function`."""
         self._marked.append(("allow_in_graph", function))
         return function
 
     def assume_constant_result(self, function: _Function) -> _Function:
-        """Record a mark of this name."""
+        """Record that PyTorch's function of this name was called for `function`."""
         self._marked.append(("assume_constant_result", function))
         return function
 
@@ -97,33 +97,33 @@ class _Compiler(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        _load(self)
+        _load_real_module(self)
         return getattr(self, name)
 
 
-def _load(compiler: ModuleType) -> None:
-    """Let a `_Compiler` become the real module, with the recorded marks. Does nothing if it is one already."""
-    if not isinstance(compiler, _Compiler):
+def _load_real_module(compiler: ModuleType) -> None:
+    """Turn a `_CompilerStandIn` into the real module, with the recorded marks. Does nothing if this has been done."""
+    if not isinstance(compiler, _CompilerStandIn):
         return
     marked, disabled = compiler.__dict__.pop("_marked"), compiler.__dict__.pop("_disabled")
     spec = compiler.__spec__
     assert spec is not None
     assert spec.loader is not None
     compiler.__class__ = ModuleType  # type: ignore[assignment]
-    sys.modules.pop(f"{compiler.__name__}.{_MASKING}", None)
+    sys.modules.pop(f"{compiler.__name__}.{_MASKING_SUBMODULE}", None)
     spec.loader.exec_module(compiler)
     for mark, function in marked:
         getattr(compiler, mark)(function)
     for function in disabled:
-        # The stand-in's result is cached in this attribute. Without it, PyTorch calls the real `disable` at the next
-        # use.
+        # PyTorch caches the result of `disable` in this attribute. Without the attribute, PyTorch calls the real
+        # `disable` at the next use.
         function.__dict__.pop("__dynamo_disable", None)
 
 
-class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loads the compiler before its first submodule, as the import system would. Then it is no longer needed."""
+class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Loads the real compiler before its first submodule, as the import system would, and then removes itself."""
 
-    def __init__(self, compiler: _Compiler) -> None:
+    def __init__(self, compiler: _CompilerStandIn) -> None:
         self._compiler = compiler
         self._spec: importlib.machinery.ModuleSpec | None = None
 
@@ -133,7 +133,7 @@ class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if not name.startswith(f"{_COMPILER}."):
             return None
         sys.meta_path.remove(self)
-        _load(self._compiler)
+        _load_real_module(self._compiler)
         if name not in sys.modules:
             return None
         self._spec = sys.modules[name].__spec__
@@ -150,4 +150,4 @@ class _GetItemToIndex:
     """`TransformGetItemToIndex` of PyTorch, which is imported when transformers creates an object of it."""
 
     def __new__(cls) -> Any:
-        return importlib.import_module(f"{_COMPILER}.{_MASKING}").TransformGetItemToIndex()
+        return importlib.import_module(f"{_COMPILER}.{_MASKING_SUBMODULE}").TransformGetItemToIndex()

@@ -28,9 +28,9 @@ LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e
 
 # Some models in bfloat16 amplify rounding. With 24 layers of random weights, the logits of transformers' eager and SDPA
 # attention are 0.024 apart for a standard deviation of 0.02, and 0.093 apart for 0.05, while a missing window of 128
-# causes 1.2 at the 133rd token. Therefore the distance from eager attention may exceed the tolerance: it may be up to
-# this many times the distance between eager and SDPA attention, but at most twice the tolerance.
-_OWN_DISTANCES = 1.5
+# causes a distance of 1.2 at the 133rd token. Therefore the distance from eager attention may exceed the tolerance: it
+# may be up to this many times the distance between eager and SDPA attention, but at most twice the tolerance.
+_MAX_SDPA_DISTANCES = 1.5
 
 # With int8 weights, rows are quantized too: the last bits of the attention output decide to which integer a number of
 # the next matmul's input is rounded.
@@ -68,27 +68,31 @@ def check_model(
     tokens = ((np.arange(num_tokens) * 7919 + 1) % model.vocab_size).astype("<u4").tobytes()
     ends = [block_size + 3, block_size + 4, num_tokens]
     report("computing a prompt with transformers' attention")
-    expected = dict(zip(ends, _own_logits(model, tokens, ends), strict=True))
+    expected = dict(zip(ends, _transformers_logits(model, tokens, ends), strict=True))
     for shape in dict.fromkeys((model.kv_shape, kv_shape or model.kv_shape)):
         report("comparing attention with its definition")
         for use in model.attention_uses(shape, block_size):
             check_attention(kernels, use)
         if shape != model.kv_shape and not model.is_exact:
             continue
-        storage = KVStorage(2 * -(-num_tokens // block_size), block_size, shape, model.device)
-        runner, middle = Runner(model, storage, kernels, num_state_slots=1), storage.num_blocks // 2
-        steps = [(start, end, middle) for start, end in itertools.pairwise([0, *ends])]
+        # In exact mode, the first half of the pool is for the prompt in one step, and the second half for its parts.
+        prompt_blocks = -(-num_tokens // block_size)
+        storage = KVStorage(2 * prompt_blocks, block_size, shape, model.device)
+        runner = Runner(model, storage, kernels, num_state_slots=1)
+        steps = [(start, end, prompt_blocks) for start, end in itertools.pairwise([0, *ends])]
         if model.is_exact:
             steps.insert(0, (0, num_tokens, 0))
-        answers = []
+        logits = []
         for index, (start, end, first_block) in enumerate(steps, 1):
             report(f"computing a prompt in parts, part {index} of {len(steps)}")
-            answers.append(_compute(runner, tokens, start, end, first_block))
+            logits.append(_compute(runner, tokens, start, end, first_block))
             if shape == model.kv_shape:
-                _require_close(model, tokens, start, end, answers[-1], expected[end])
-        at_once, *_, in_parts = answers
-        are_equal = all(torch.equal(*pool.blocks.chunk(2)) for pool in storage.pools)
-        if model.is_exact and not (torch.equal(at_once, in_parts) and are_equal):
+                _require_close(model, tokens, start, end, logits[-1], expected[end])
+        if not model.is_exact:
+            continue
+        in_one_step, *_, in_parts = logits
+        has_equal_kv = all(torch.equal(*pool.blocks.chunk(2)) for pool in storage.pools)
+        if not (torch.equal(in_one_step, in_parts) and has_equal_kv):
             raise UnsupportedModel(
                 f"{_first_inexact_module(runner, tokens)}: expected bitwise identical results in one step and in "
                 f"parts, got different ones; {SERVE_FAST}"
@@ -114,35 +118,37 @@ def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
     If there is none, this is the name of the model's class.
     """
     module = runner.model.module
-    seen: dict[str, torch.Tensor] = {}  # the last token's output, in the order in which modules end
+    last_outputs: dict[str, torch.Tensor] = {}  # the last token's output, in the order in which modules end
 
-    def keep(name: str) -> Callable[..., None]:
+    def keep_last_output(name: str) -> Callable[..., None]:
         def hook(_: torch.nn.Module, inputs: object, output: object) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
             if isinstance(tensor, torch.Tensor) and tensor.dim() > 1:
-                seen[name] = tensor.reshape(-1, tensor.shape[-1])[:num_new][-1].clone()
+                last_outputs[name] = tensor.reshape(-1, tensor.shape[-1])[:num_new][-1].clone()
 
         return hook
 
     num_tokens = len(tokens) // TOKEN_BYTES
-    hooks = [part.register_forward_hook(keep(name)) for name, part in module.named_modules() if name]
+    hooks = [
+        submodule.register_forward_hook(keep_last_output(name)) for name, submodule in module.named_modules() if name
+    ]
     outputs = []
     try:
-        for start in (0, num_tokens - 1):
-            num_new = num_tokens - start
+        for start in (0, num_tokens - 1):  # the whole prompt, then its last token alone
+            num_new = num_tokens - start  # read by the hooks: the rows after these are padding
             _compute(runner, tokens, start, num_tokens, first_block=0, saved_at=None if start else num_tokens - 1)
-            outputs.append(dict(seen))
-            seen.clear()
+            outputs.append(dict(last_outputs))
+            last_outputs.clear()
     finally:
         for hook in hooks:
             hook.remove()
-    whole, part = outputs
-    names = [name for name in whole if name in part and not torch.equal(whole[name], part[name])]
-    return names[0] if names else type(module).__name__
+    with_prompt, alone = outputs
+    differing = [name for name in with_prompt if name in alone and not torch.equal(with_prompt[name], alone[name])]
+    return differing[0] if differing else type(module).__name__
 
 
 @torch.inference_mode()
-def _own_logits(model: Model, tokens: bytes, ends: list[int], attention: str = "eager") -> torch.Tensor:
+def _transformers_logits(model: Model, tokens: bytes, ends: list[int], attention: str = "eager") -> torch.Tensor:
     """Compute a prompt with transformers' own attention.
 
     Returns:
@@ -173,8 +179,8 @@ def _require_close(
     tolerance = _INT8_TOLERANCE if model.weights == "int8" else LOGITS_TOLERANCE[model.kv_shape.dtype]
     if tolerance < distance <= 2 * tolerance and model.kv_shape.dtype == torch.bfloat16:
         with contextlib.suppress(UnsupportedModel):  # the model only supports eager attention
-            own = _distance(_own_logits(model, tokens, [end], "sdpa")[0], expected)
-            tolerance = max(tolerance, min(2 * tolerance, _OWN_DISTANCES * own))
+            sdpa_distance = _distance(_transformers_logits(model, tokens, [end], "sdpa")[0], expected)
+            tolerance = max(tolerance, min(2 * tolerance, _MAX_SDPA_DISTANCES * sdpa_distance))
     if not distance <= tolerance:
         raise UnsupportedModel(
             f"{type(model.module).__name__}: computed over {start} cached tokens, the logits differ from those "

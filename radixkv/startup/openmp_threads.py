@@ -14,8 +14,8 @@ from pathlib import Path
 
 _PAUSE_HARD = 2  # omp_pause_hard of omp.h
 
-# Iterations for about 100 us. GNU's OpenMP spins for 300,000: 20 ms on an Intel processor, whose `pause` has taken 140
-# cycles since Skylake, and 6 ms on others. See `bound_spinning`.
+# Iterations of a spinning thread in about 100 us. By default, GNU's OpenMP spins for 300,000 iterations: 20 ms on an
+# Intel processor, whose `pause` has taken 140 cycles since Skylake, and 6 ms on others. See `bound_spinning`.
 _SPIN_COUNT_INTEL = 1_500
 _SPIN_COUNT = 5_000
 _CPUINFO = Path("/proc/cpuinfo")
@@ -58,7 +58,7 @@ def end_openmp_threads() -> bool:
         Whether the threads have ended. Only the OpenMP in PyTorch's wheels for Linux is supported.
     """
     spec = importlib.util.find_spec("torch")
-    folders = (spec and spec.submodule_search_locations) or []
+    folders = [] if spec is None else spec.submodule_search_locations or []
     libraries = sorted(path for folder in folders for path in (Path(folder) / "lib").glob("libgomp*"))
     try:
         pause = ctypes.CDLL(str(libraries[0])).omp_pause_resource_all

@@ -27,9 +27,9 @@ _DRY_RUN_TOKENS = 131_072
 
 # Bounds of the default pool on a CPU, which other programs use as well. The K/V of a small model may be many times as
 # large as its weights: SmolLM2 135M in float32 has 0.5 GB of weights, and 131,072 tokens take 6 GB.
-_CPU_POOL_BYTES = 2**30
-_CPU_POOL_WEIGHTS = 2  # times the weights, if that is more
-_CPU_POOL_SHARE = 0.5  # of the memory that is available once the model is loaded
+_MAX_CPU_POOL_BYTES = 2**30
+_MAX_CPU_POOL_WEIGHT_FACTOR = 2  # times the size of the weights, if that is more
+_MAX_CPU_POOL_SHARE = 0.5  # of the memory that is available after the model is loaded
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def choose_num_blocks(
     free_bytes, total_bytes = memory()
     del graphs
     block_bytes = cache.block_size * kv_shape.token_bytes
-    adapter_bytes = 0 if model.adapted is None else model.adapted.adapters.max_bytes  # they are loaded later
+    adapter_bytes = 0 if model.adapted is None else model.adapted.adapters.max_bytes  # adapters are loaded later
     pool_bytes = free_bytes - adapter_bytes - (1 - cache.memory_share) * total_bytes
     num_blocks = min(int(pool_bytes // block_bytes), MAX_BLOCKS)
     if num_blocks < 1:
@@ -100,10 +100,10 @@ def choose_num_blocks(
 def _num_blocks_on_cpu(model: Model, kv_shape: KVShape, cache: CacheConfig) -> int:
     block_bytes = cache.block_size * kv_shape.token_bytes
     weight_bytes = model.num_parameters * model.module.dtype.itemsize
-    pool_bytes = max(_CPU_POOL_BYTES, _CPU_POOL_WEIGHTS * weight_bytes)
+    pool_bytes = max(_MAX_CPU_POOL_BYTES, _MAX_CPU_POOL_WEIGHT_FACTOR * weight_bytes)
     available = available_bytes()
     if available is not None:
-        pool_bytes = min(pool_bytes, int(_CPU_POOL_SHARE * available))
+        pool_bytes = min(pool_bytes, int(_MAX_CPU_POOL_SHARE * available))
     num_blocks: int = max(1, min(cache.num_blocks, pool_bytes // block_bytes))
     if num_blocks < cache.num_blocks:
         _log.info(
@@ -141,15 +141,15 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     """
     bounds = []
     with contextlib.suppress(OSError, LookupError, ValueError):
-        bounds.append(_fields(root / "proc/meminfo")["MemAvailable:"] * 1024)
+        bounds.append(_read_fields(root / "proc/meminfo")["MemAvailable:"] * 1024)
     for folder, is_version_2 in cgroup_folders("memory", root):
         limit, used = ("memory.max", "anon") if is_version_2 else ("memory.limit_in_bytes", "total_rss")
         with contextlib.suppress(OSError, LookupError, ValueError):  # memory.max may be the word "max"
-            bounds.append(int((folder / limit).read_text()) - _fields(folder / "memory.stat")[used])
+            bounds.append(int((folder / limit).read_text()) - _read_fields(folder / "memory.stat")[used])
     return min(bounds, default=None)
 
 
-def _fields(file: Path) -> dict[str, int]:
+def _read_fields(file: Path) -> dict[str, int]:
     """Parse lines with a name, a number and optionally a unit."""
     return {line.split()[0]: int(line.split()[1]) for line in file.read_text().splitlines()}
 
@@ -165,16 +165,17 @@ def run_largest_step(model: Model, kernels: AttentionKernels, storage: KVStorage
     num_requests = min(engine.max_running_requests, engine.step_tokens)
     longest = longest_sequence(_DRY_RUN_TOKENS, model.max_tokens)
     chunks: list[Chunk] = []
-    num_left = engine.step_tokens
-    for num_others in reversed(range(num_requests)):
-        num_tokens = min(longest, num_left - num_others)  # leaves at least a token for each other request
+    num_remaining_tokens = engine.step_tokens
+    for num_later_requests in reversed(range(num_requests)):
+        num_tokens = min(longest, num_remaining_tokens - num_later_requests)  # each later request needs a token
         end = num_tokens if chunks else longest
-        chunks.append(_chunk(end - num_tokens, end, storage.block_size))
-        num_left -= num_tokens
+        chunks.append(_first_block_chunk(end - num_tokens, end, storage.block_size))
+        num_remaining_tokens -= num_tokens
     Runner(model, storage, kernels).run(chunks)
 
 
-def _chunk(start: int, end: int, block_size: int) -> Chunk:
+def _first_block_chunk(start: int, end: int, block_size: int) -> Chunk:
+    """Create a chunk that uses the first block for all positions."""
     return Chunk(
         tokens=bytes(end * TOKEN_BYTES),
         start=start,

@@ -35,7 +35,7 @@ class StartProgress:
     def __init__(self, reminder_s: float = REMINDER_S, now: Callable[[], float] = time.monotonic) -> None:
         self._reminder_s = reminder_s
         self._now = now
-        self._start_s = self._phase_s = self._logged_s = now()
+        self._start_s = self._phase_start_s = self._last_log_s = now()
         self._phase = "starting"
         self._detail = ""
         self._facts: list[str] = []
@@ -64,7 +64,7 @@ class StartProgress:
         with self._lock:
             self._phase = phase
             self._detail = ""
-            self._phase_s = self._logged_s = self._now()
+            self._phase_start_s = self._last_log_s = self._now()
         _log.info("%s", phase)
 
     def report(self, detail: str) -> None:
@@ -87,13 +87,13 @@ class StartProgress:
         """
         with self._lock:
             now_s = self._now()
-            left_s = self._logged_s + self._reminder_s - now_s
-            if left_s > 0:
-                return left_s
-            self._logged_s = now_s
-            took_s = now_s - self._phase_s
+            due_in_s = self._last_log_s + self._reminder_s - now_s
+            if due_in_s > 0:
+                return due_in_s
+            self._last_log_s = now_s
+            elapsed_s = now_s - self._phase_start_s
             detail = f": {self._detail}" if self._detail else ""
-            _log.info("still %s after %.0f s%s", self._phase, took_s, detail)
+            _log.info("still %s after %.0f s%s", self._phase, elapsed_s, detail)
         return self._reminder_s
 
     def ready(self) -> None:

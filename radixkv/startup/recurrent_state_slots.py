@@ -11,7 +11,8 @@ from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVShape
 
-# Minimum number of snapshots if `cache.state_bytes` is not set, in a pool with at least as many blocks.
+# Minimum number of snapshots if `cache.state_bytes` is not set. With `cache.state_bytes`, a warning is logged for a
+# smaller number. A pool of fewer blocks has at most one snapshot per block.
 _MIN_SNAPSHOTS = 64
 
 _log = logging.getLogger(__name__)
@@ -43,12 +44,12 @@ def make_state_slots(
             f"cache.state_bytes: expected at least {shape.slot_bytes}, the bytes of one state, or 0 for no snapshots, "
             f"got {state_bytes}"
         )
-    num_snapshots = (
-        max(_MIN_SNAPSHOTS, int(STATE_SHARE * num_blocks * block_size * kv_shape.token_bytes / shape.slot_bytes))
-        if state_bytes is None
-        else state_bytes // shape.slot_bytes
-    )
-    num_snapshots = min(num_snapshots, num_blocks)  # a block has at most one
+    if state_bytes is None:
+        kv_bytes = num_blocks * block_size * kv_shape.token_bytes
+        num_snapshots = max(_MIN_SNAPSHOTS, int(STATE_SHARE * kv_bytes / shape.slot_bytes))
+    else:
+        num_snapshots = state_bytes // shape.slot_bytes
+    num_snapshots = min(num_snapshots, num_blocks)  # a block has at most one snapshot
     num_requests = limits.max_running_requests
     _log.info(
         "allocated room for %d snapshots of states and for %d running requests: %.1f kB each, %.1f MB in all",
@@ -57,14 +58,14 @@ def make_state_slots(
         shape.slot_bytes / 1e3,
         (num_snapshots + num_requests) * shape.slot_bytes / 1e6,
     )
-    advised = min(_MIN_SNAPSHOTS, num_blocks)
-    if num_snapshots < advised:
+    advised_snapshots = min(_MIN_SNAPSHOTS, num_blocks)
+    if num_snapshots < advised_snapshots:
         _log.warning(
             "cache.state_bytes has room for %d snapshots of states, and each cached prompt needs one to be reused: "
             "%d snapshots need %d bytes",
             num_snapshots,
-            advised,
-            advised * shape.slot_bytes,
+            advised_snapshots,
+            advised_snapshots * shape.slot_bytes,
         )
     return StateSlots(num_blocks, block_size, num_requests, num_snapshots, config.cache.state_every_tokens)
 

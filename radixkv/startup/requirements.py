@@ -44,14 +44,14 @@ def require_protected(config: Config) -> None:
         ConfigError: the message names the key, and the key that declares a store or a server trusted.
     """
     tiers = config.tiers
-    trusted = {f"kv_sources.{name}": source.trusted for name, source in config.kv_sources.items()}
-    if tiers.secret_file is not None:
-        trusted = {}
+    unprotected: dict[str, bool] = {}  # by key, whether the configuration declares the store or server trusted
+    if tiers.secret_file is None:  # `encryption_key_file` does not protect K/V that servers send to each other
+        unprotected |= {f"kv_sources.{name}": source.trusted for name, source in config.kv_sources.items()}
     if not has_protection(tiers):
-        trusted |= {f"stores.{name}": store.trusted for name, store in config.stores.items()}
-        urls = {"tiers.redis_url": tiers.redis_url, "tiers.mooncake_master": tiers.mooncake_master}
-        trusted |= {key: tiers.trusted for key, url in urls.items() if url is not None}
-    for key, is_trusted in trusted.items():
+        unprotected |= {f"stores.{name}": store.trusted for name, store in config.stores.items()}
+        addresses = {"tiers.redis_url": tiers.redis_url, "tiers.mooncake_master": tiers.mooncake_master}
+        unprotected |= {key: tiers.trusted for key, address in addresses.items() if address is not None}
+    for key, is_trusted in unprotected.items():
         if not is_trusted:
             section = "tiers" if key.startswith("tiers.") else key
             raise ConfigError(
@@ -72,11 +72,11 @@ def _require_adapter_directory(config: Config) -> None:
 def _require_tiers(tiers: TiersConfig) -> None:
     if tiers.disk_path is None and tiers.disk_bytes is not None:
         raise ConfigError("tiers.disk_path: expected a directory with tiers.disk_bytes, got none")
-    if tiers.disk_path == "":  # would be the working directory
+    if tiers.disk_path == "":  # an empty path is the working directory
         raise ConfigError("tiers.disk_path: expected a directory, got an empty path")
     if secret_of(tiers):
         require_package("tiers.secret_file", "cryptography", "cryptography", "encryption")
-    _ = ciphers_of(tiers)
+    ciphers_of(tiers)  # refuses an invalid key or a missing package
     if tiers.redis_url is not None:
         require_redis_url(tiers.redis_url)
     if tiers.mooncake_master is not None:

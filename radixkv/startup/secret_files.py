@@ -25,7 +25,7 @@ def require_secret_files(config: Config) -> None:
     for key, path in _secret_files(config):
         try:
             mode = stat.S_IMODE(Path(path).stat().st_mode)
-        except (OSError, ValueError):  # reading it fails with a message of its own
+        except (OSError, ValueError):  # reading the file fails later, with a message that names the key
             continue
         if mode & stat.S_IWOTH:
             raise ConfigError(

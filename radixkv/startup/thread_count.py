@@ -53,7 +53,7 @@ def choose_thread_count(
     if cpus is None:
         cpus = available_cpus()
     num_cores = _num_cores(cpus, system)
-    quota = _quota(system)
+    quota = _smallest_quota(system)
     cores = f"{num_cores} {'core' if num_cores == 1 else 'cores'} in the CPU affinity"
     if quota is not None and quota < num_cores:
         return ThreadCount(max(1, math.floor(quota)), f"a CPU quota of {quota:g} and {cores}")
@@ -79,13 +79,14 @@ def _num_cores(cpus: Set[int], system: Path) -> int:
     return max(1, len(cores))
 
 
-def _quota(system: Path) -> float | None:
-    """Return the smallest CPU quota of the process's cgroups in CPUs, or None if there is none."""
+def _smallest_quota(system: Path) -> float | None:
+    """Return the smallest CPU quota of the process's cgroups and of those above, in CPUs; None if there is none."""
     quotas = [_read_quota(folder) for folder in cgroup_folders("cpu", system)]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _read_quota(folder: CgroupFolder) -> float | None:
+    """Return the CPU quota of one cgroup in CPUs; None if there is none, or it can't be read."""
     try:
         if folder.is_version_2:
             quota, period = (folder.path / "cpu.max").read_text(encoding="ascii").split()

@@ -38,12 +38,12 @@ def secret_of(config: TiersConfig) -> bytes:
 
 
 def has_protection(config: TiersConfig) -> bool:
-    """Whether blocks outside the process are authenticated or encrypted, so that modified ones are never used."""
+    """Return whether blocks outside the process are authenticated or encrypted, so that modified ones are not used."""
     return config.secret_file is not None or config.encryption_key_file is not None
 
 
 def ciphers_of(config: TiersConfig) -> TenantCiphers | None:
-    """Return the ciphers of the key in `encryption_key_file`; None without one.
+    """Return the ciphers of the key in `encryption_key_file`; None without a file.
 
     Raises:
         ConfigError: the file can't be read or has no key, or a package is missing.

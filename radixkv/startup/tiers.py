@@ -54,7 +54,8 @@ _WAITING_DIVISOR = 8
 _MIN_WAITING_BYTES = 64 << 20
 # A warning is logged for a tier that has fewer blocks than the number of the pool's blocks divided by this.
 _SMALL_TIER_DIVISOR = 16
-# The prompt whose K and V identify how this process computes; see `_computed_by`.
+# The prompt whose K and V identify how this process computes: its number of blocks, and the distance between the ids of
+# adjacent tokens; see `_identify_computation`.
 _PROBE_BLOCKS = 2
 _PROBE_STRIDE = 7919
 
@@ -114,7 +115,7 @@ class Stores:
         """
         self.index.set_tokens_of_prefix(cache.public.tokens_of)
         timers = TimerThread()
-        tiers = {name: self._tier(name, backend, timers) for name, backend in self.backends.items()}
+        tiers = {name: self._make_tier(name, backend, timers) for name, backend in self.backends.items()}
         disk = self.backends.get("disk")
         offload = Offload(
             cache,
@@ -144,14 +145,14 @@ class Stores:
             mac=self.mac,
         )
 
-    def _tier(self, name: str, backend: StoreBackend, timers: TimerThread) -> Tier:
+    def _make_tier(self, name: str, backend: StoreBackend, timers: TimerThread) -> Tier:
         """Put a time limit, a circuit breaker and verification around a store."""
         is_shared = self.index.tiers[name].is_shared
         circuit = CircuitBreaker(timers.now_s, is_known=not is_shared)
         store = GuardedStore(name, ThreadedStore(backend, name=name), timers, circuit)
         if is_shared:
             store.probe()
-        is_host = name == "host"  # only this process reads it, and a GPU copies its payloads without staging
+        is_host = name == "host"  # only this process reads this tier, and a GPU copies its payloads without staging
         return Tier(
             name,
             store,
@@ -167,7 +168,7 @@ def open_stores(
     config: TiersConfig,
     runner: Runner,
     marks: InvocationMarks,
-    others: Mapping[str, StoreConfig] | None = None,
+    plugin_stores: Mapping[str, StoreConfig] | None = None,
     transfer: Transfers | None = None,
     *,
     shares_of: Callable[[str], TierShares] = lambda tenant: TierShares(),
@@ -184,7 +185,7 @@ def open_stores(
         config: the section `tiers`.
         runner: the runner whose blocks are stored.
         marks: identify the tokens that invoked adapters computed.
-        others: stores of other packages, by the names of their entry points.
+        plugin_stores: stores of plug-ins, by the names of their entry points.
         transfer: K/V transfers between servers, which use the same format and keys; None to disable them.
         shares_of: returns the shares of a tenant; see `tier_shares`.
         retained_share: fraction of each tier that retained blocks may take.
@@ -199,7 +200,9 @@ def open_stores(
         ConfigError: a store has no room for a block, or its packages are missing; an address or a secret is invalid; or
             there is not enough host memory.
     """
-    if not any((config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master, others, transfer)):
+    if not any(
+        (config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master, plugin_stores, transfer)
+    ):
         return None
     model = runner.model
     storage = runner.storage
@@ -212,7 +215,7 @@ def open_stores(
     native = native_copies() if needs_copies else None
     waiting_bytes = max(_MIN_WAITING_BYTES, storage.num_bytes // _WAITING_DIVISOR)
     is_on_gpu = model.device.type == "cuda"
-    gpu = _gpu_copies(storage, waiting_bytes) if is_on_gpu else None
+    gpu = _allocate_gpu_copies(storage, waiting_bytes) if is_on_gpu else None
     mover = BlockMover(storage.pools, storage.part_pools, native, gpu)
     block_format = BlockFormat(
         model=model.fingerprint,
@@ -221,7 +224,7 @@ def open_stores(
         layout=payload_layout(storage.pools, storage.part_pools),
         block_size=storage.block_size,
         payload_bytes=mover.payload_bytes,
-        computed_by=_computed_by(runner, mover),
+        computed_by=_identify_computation(runner, mover),
     )
     keys = BlockKeys(block_format, secret_of(config))
     mac = mac_of(config, block_format)
@@ -229,14 +232,14 @@ def open_stores(
     backends: dict[str, StoreBackend] = {}
     closed: list[str] = []
     map_host_memory = map_pinned_memory if is_on_gpu else map_memory
-    for name, options in _stores_to_open(config, others or {}, block_format, native, map_host_memory).items():
+    for name, options in _stores_to_open(config, plugin_stores or {}, block_format, native, map_host_memory).items():
         try:
             backends[name] = open_backend(name, options)
         except StoreError as error:
             _log.error("tier %s is off: %s", name, error)
             closed.append(name)
     tier_indexes = [
-        _tier_index(
+        _make_tier_index(
             name, backend, block_format, config.known_blocks, shares_of, retained_share, storage.num_blocks, ledger
         )
         for name, backend in backends.items()
@@ -251,38 +254,41 @@ def open_stores(
 
 def _stores_to_open(
     config: TiersConfig,
-    others: Mapping[str, StoreConfig],
+    plugin_stores: Mapping[str, StoreConfig],
     block_format: BlockFormat,
     native: NativeCopies | None,
     map_host_memory: Callable[[int], memoryview],
 ) -> dict[str, StoreOptions]:
     """Return the options of the configured stores, the fastest first."""
-    block, payload = block_format.block_size, block_format.payload_bytes
-    num_bytes = max(object_bytes(block, payload, is_sealed=False), object_bytes(block, payload, is_sealed=True))
+    block_size, payload_bytes = block_format.block_size, block_format.payload_bytes
+    # A store may hold sealed (encrypted) blocks and others.
+    max_object_bytes = max(object_bytes(block_size, payload_bytes, is_sealed=is_sealed) for is_sealed in (False, True))
     options: dict[str, StoreOptions] = {}
     if config.host_bytes is not None:
         options["host"] = StoreOptions(
-            block_format, num_bytes, config.host_bytes, native=native, map_memory=map_host_memory
+            block_format, max_object_bytes, config.host_bytes, native=native, map_memory=map_host_memory
         )
     if config.disk_path is not None:
         options["disk"] = StoreOptions(
             block_format,
-            num_bytes,
+            max_object_bytes,
             config.disk_bytes,
             config.disk_path,
             native,
             must_be_private=not (has_protection(config) or config.trusted),
         )
     if config.redis_url is not None:
-        options["redis"] = StoreOptions(block_format, num_bytes, place=config.redis_url)
+        options["redis"] = StoreOptions(block_format, max_object_bytes, place=config.redis_url)
     if config.mooncake_master is not None:
-        options["mooncake"] = StoreOptions(block_format, num_bytes, config.mooncake_bytes, config.mooncake_master)
-    for name, store in others.items():
-        options[name] = StoreOptions(block_format, num_bytes, store.max_bytes, store.place)
+        options["mooncake"] = StoreOptions(
+            block_format, max_object_bytes, config.mooncake_bytes, config.mooncake_master
+        )
+    for name, store in plugin_stores.items():
+        options[name] = StoreOptions(block_format, max_object_bytes, store.max_bytes, store.place)
     return options
 
 
-def _gpu_copies(storage: KVStorage, waiting_bytes: int) -> GpuCopies:
+def _allocate_gpu_copies(storage: KVStorage, waiting_bytes: int) -> GpuCopies:
     """Allocate the pinned memory through which blocks are copied from and to a GPU, except from the host tier."""
     _, payload_bytes = payload_sizes(storage.pools, storage.part_pools)
     stride = staging_stride(payload_bytes)
@@ -295,7 +301,7 @@ def _gpu_copies(storage: KVStorage, waiting_bytes: int) -> GpuCopies:
 
 
 def _do_not_stage(payload: memoryview) -> None:
-    """Do not stage a payload."""
+    """Do nothing: a GPU copies payloads from and to the host tier without staging."""
 
 
 def tier_shares(
@@ -326,7 +332,7 @@ def _is_working(circuit: CircuitBreaker) -> bool:
     return circuit.state is CircuitState.CLOSED
 
 
-def _tier_index(
+def _make_tier_index(
     name: str,
     backend: StoreBackend,
     block_format: BlockFormat,
@@ -358,11 +364,11 @@ def _tier_index(
     return TierIndex(name, num_blocks, shares_of=shares_of, retained_share=retained_share, ledger=ledger)
 
 
-def _computed_by(runner: Runner, mover: BlockMover) -> str:
+def _identify_computation(runner: Runner, mover: BlockMover) -> str:
     """Identify everything besides the model that the last bits of K and V depend on: device, libraries and kernels.
 
     Libraries choose kernels and numbers of threads at load time, which affects the last bits. Therefore a prompt is
-    computed, and the digest of its K and V is part of the result.
+    computed, and the digest of its K and V is part of the result. The contents of the blocks that it uses are lost.
     """
     storage = runner.storage
     device = runner.model.device
@@ -374,8 +380,8 @@ def _computed_by(runner: Runner, mover: BlockMover) -> str:
     runner.run([Chunk(tokens, 0, num_tokens, block_ids, None, wants_logits=True, part_ids=part_ids)])
     digest = blake2b(digest_size=16)
     ids = block_ids.tolist()
-    read = mover.read(ids, None if part_ids is None else ids)
-    read.copy.wait()
-    for payload in read.payloads:
+    blocks = mover.read(ids, None if part_ids is None else ids)
+    blocks.copy.wait()
+    for payload in blocks.payloads:
         digest.update(payload)
     return f"{device.type}, torch {torch.__version__}, {digest.hexdigest()}"

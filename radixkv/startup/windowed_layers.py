@@ -62,16 +62,16 @@ def divide_layers(config: Config, limits: EngineConfig, model: Model, num_blocks
         return Division(None, num_blocks)
     token_bytes = _token_bytes(model.kv_shape.stored_as(config.cache.kv_dtype), groups)
     num_dedicated_parts = _num_dedicated_parts(config, limits, groups, num_blocks if not token_bytes.other else None)
-    num_more_blocks = _num_blocks(token_bytes, num_blocks, num_dedicated_parts)
-    if num_dedicated_parts > num_blocks or num_dedicated_parts >= num_more_blocks:
+    num_divided_blocks = _num_blocks(token_bytes, num_blocks, num_dedicated_parts)
+    if num_dedicated_parts > num_blocks or num_dedicated_parts >= num_divided_blocks:
         _log.info(
             "windowed layers keep K/V of every token: a pool of their own would need %d blocks, which saves no memory",
             num_dedicated_parts,
         )
         return Division(None, num_blocks)
     if windowed_tokens is None:
-        return Division(groups, num_more_blocks, num_blocks, num_dedicated_parts)
-    return Division(groups, num_more_blocks, num_dedicated_parts)
+        return Division(groups, num_divided_blocks, num_blocks, num_dedicated_parts)
+    return Division(groups, num_divided_blocks, num_dedicated_parts)
 
 
 class _TokenBytes(NamedTuple):
@@ -82,8 +82,10 @@ class _TokenBytes(NamedTuple):
 
 
 def _token_bytes(shape: KVShape, groups: LayerGroups) -> _TokenBytes:
-    whole, windowed = (sum(shape.of(each).token_bytes for each in pools) for pools in divided_layers(shape, groups))
-    return _TokenBytes(windowed, whole)
+    other, windowed = divided_layers(shape, groups)
+    return _TokenBytes(
+        sum(shape.of(layers).token_bytes for layers in windowed), sum(shape.of(layers).token_bytes for layers in other)
+    )
 
 
 def _num_dedicated_parts(config: Config, limits: EngineConfig, groups: LayerGroups, lower_bound: int | None) -> int:
@@ -91,24 +93,25 @@ def _num_dedicated_parts(config: Config, limits: EngineConfig, groups: LayerGrou
 
     In the second case, the number is at least `lower_bound`.
     """
-    size, windowed_tokens = config.cache.block_size, config.cache.windowed_tokens
-    needed = min_parts(Reach.of_window(groups.window), size, limits.step_tokens)
+    block_size, windowed_tokens = config.cache.block_size, config.cache.windowed_tokens
+    min_dedicated_parts = min_parts(Reach.of_window(groups.window), block_size, limits.step_tokens)
     if windowed_tokens is None:
-        return needed if lower_bound is None else max(needed, lower_bound)
-    if windowed_tokens // size < needed:
+        return min_dedicated_parts if lower_bound is None else max(min_dedicated_parts, lower_bound)
+    if windowed_tokens // block_size < min_dedicated_parts:
         raise ConfigError(
-            f"cache.windowed_tokens: expected at least {needed * size}, for a window of {groups.window} tokens and "
-            f"steps of {limits.step_tokens}, got {windowed_tokens}"
+            f"cache.windowed_tokens: expected at least {min_dedicated_parts * block_size}, for a window of "
+            f"{groups.window} tokens and steps of {limits.step_tokens}, got {windowed_tokens}"
         )
-    return windowed_tokens // size
+    return windowed_tokens // block_size
 
 
 def _num_blocks(token_bytes: _TokenBytes, num_blocks: int, num_parts: int) -> int:
     """Return how many blocks of the other layers fit, next to the parts, into the memory of `num_blocks` blocks."""
-    if not token_bytes.other:
+    if not token_bytes.other:  # all layers are windowed, so blocks take no memory
         return min(int(layer_shares(*token_bytes).other * num_blocks), MAX_BLOCKS)
-    num_free = num_blocks * sum(token_bytes) - num_parts * token_bytes.windowed  # bytes, for each token of a block
-    return min(max(0, num_free // token_bytes.other), MAX_BLOCKS)
+    # The memory that the parts leave, divided by the number of tokens of a block.
+    free_bytes = num_blocks * sum(token_bytes) - num_parts * token_bytes.windowed
+    return min(max(0, free_bytes // token_bytes.other), MAX_BLOCKS)
 
 
 def windows_of(storage: KVStorage, step_tokens: int) -> WindowedLayers:
@@ -130,10 +133,10 @@ def windows_of(storage: KVStorage, step_tokens: int) -> WindowedLayers:
 
 def _reason_against(config: Config, model: Model, groups: LayerGroups) -> str:
     """Return the reason why all layers must be in one pool; empty if they need not be."""
-    reasons = {
+    conditions = {
         "a model without a sliding window that is shorter than its longest sequence": not groups.num_windowed,
         f"a model on {model.device.type}, whose kernels take one block table": model.device.type != "cpu",
         "a model with layers that keep states": model.state_shape is not None,
         "transfers of K/V, which send whole blocks": config.transfer.sends or bool(config.kv_sources),
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    return next((reason for reason, holds in conditions.items() if holds), "")

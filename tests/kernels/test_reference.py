@@ -101,7 +101,7 @@ def test_write_kv_of_a_quantized_pool_leaves_its_neighbours_alone() -> None:
     reference.write_kv(key, value, torch.tensor([17]), pool, 1)
     assert pool.scales is not None
     assert torch.equal(pool.scales.isfinite().nonzero()[:, [0, 1, 4]].unique(dim=0), torch.tensor([[1, 1, 1]]))
-    kv = pool.numbers(pool.values[1, 1, :, :, 1], pool.scales[1, 1, :, :, 1])
+    kv = pool.to_numbers(pool.values[1, 1, :, :, 1], pool.scales[1, 1, :, :, 1])
     for got, vectors, num_steps in zip(kv, (key[0], value[0]), (254, 14), strict=True):
         assert ((got - vectors).abs() <= vectors.abs().amax(dim=-1, keepdim=True) / num_steps * 1.001).all()
 

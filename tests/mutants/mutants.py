@@ -582,10 +582,10 @@ ENGINE_MUTANTS = (
 KERNEL_MUTANTS = (
     Mutant(
         "kernels/shared_prefix.py",
-        "np.minimum(same_blocks // blocks_per_unit, np.minimum(ordered[1:], ordered[:-1]))",
+        "np.minimum(same_blocks // blocks_per_unit, np.minimum(ordered_counts[1:], ordered_counts[:-1]))",
         "same_blocks // blocks_per_unit",
     ),
-    Mutant("kernels/shared_prefix.py", "        if common > start:\n", "        if True:\n"),
+    Mutant("kernels/shared_prefix.py", "        if common_units > first_unit:\n", "        if True:\n"),
     Mutant(
         "kernels/cpu/attention_plan.py",
         "    is_in_place &= (by_unit[:, 1:] - by_unit[:, :-1] == 1).all(axis=1)\n",
@@ -595,17 +595,19 @@ KERNEL_MUTANTS = (
     Mutant("kernels/cpu/attention_plan.py", "np.where(num_units[1:] == num_units[:-1], same_parts, 0)", "same_parts"),
     Mutant(
         "kernels/cpu/attention_plan.py",
-        "in_table = np.minimum(places, (kv_lens - 1) // block_size)",
-        "in_table = places",
+        "    table_columns = np.minimum(table_columns, (kv_lens - 1) // block_size)\n",
+        "",
     ),
     Mutant("kernels/cpu/attention_plan.py", "return 0 if spec.is_whole else", "return"),
     Mutant(
-        "kernels/cpu/attention_plan.py", "first_piece = int(num_units[first]) + first_own", "first_piece = first_own"
+        "kernels/cpu/attention_plan.py",
+        "first_piece = int(num_units[first]) + first_outside",
+        "first_piece = first_outside",
     ),
     Mutant(
         "kernels/cpu/attention_plan.py", "            is_hidden |= keys <= positions - window\n", "            pass\n"
     ),
-    Mutant("kernels/cpu/attention.py", '    lses[:-num_last, :, :num_rows] = float("-inf")\n', ""),
+    Mutant("kernels/cpu/attention.py", '    lses[:-num_last_pieces, :, :num_rows] = float("-inf")\n', ""),
     Mutant("kernels/cpu/attention.py", "        kv.index_fill_(2, tails.unwritten, 0)\n", "        pass\n"),
     Mutant("kernels/cpu/attention.py", "merged is None else merged.add_(last)", "merged is None else merged"),
     Mutant(
@@ -620,7 +622,7 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/attention.h", " || at < round.first_written", ""),
     Mutant("kernels/native/attention.cpp", "if (sinks) scratch.weight_sums[i * kLanes] = 1.0f;", ""),
     Mutant("kernels/native/attention.cpp", "std::min(positions[r], end_key - 1)", "end_key - 1"),
-    Mutant("kernels/native/attention.cpp", "    largest = now;\n", ""),
+    Mutant("kernels/native/attention.cpp", "    largest = new_largest;\n", ""),
     Mutant("kernels/native/attention.cpp", "window ? positions[r] - window : -1", "-1"),
     Mutant("kernels/native/attention.cpp", "first + (end - first) * t / num_tiles", "first + t * kRows"),
     # Tiles are only compiled if the processor has AMX; on other processors no test catches these.
@@ -629,7 +631,7 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/tile_attention.cpp", "broadcast(sinks_ ? 1.0f : 0.0f)", "broadcast(0.0f)"),
     Mutant("kernels/native/tile_attention.cpp", "problem_.window ? _mm512_sub", "false ? _mm512_sub"),
     Mutant("kernels/native/tile_attention.cpp", "kBfloat16 && problem.head_dim % (2 * kTileWords) == 0", "kBfloat16"),
-    Mutant("kernels/native/tile_gemm.cpp", "own_sums, block == 0,", "own_sums, true,"),
+    Mutant("kernels/native/tile_gemm.cpp", "weight_sums, block == 0,", "weight_sums, true,"),
     Mutant(
         "kernels/native/tile_gemm.cpp",
         "panels[i] = dequantized + i * words_here * kFeatures",
@@ -638,10 +640,12 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/tile_gemm.cpp", "words[g % 2]", "words[0]"),
     Mutant("kernels/native/tile_gemm.cpp", "(p * num_lines + row) * kFeatures", "row * kFeatures"),
     Mutant("kernels/native/tile_gemm.cpp", "sums, sums + kept_lines * kFeatures", "sums, sums"),
-    Mutant("kernels/native/vectors_avx2.h", "memcpy(&own, from, lanes.count", "memcpy(&own, from, kLanes"),
-    Mutant("kernels/native/rows.cpp", "        most = most > other ? most : other;\n", ""),
+    Mutant("kernels/native/vectors_avx2.h", "memcpy(&halves, from, lanes.count", "memcpy(&halves, from, kLanes"),
+    Mutant(
+        "kernels/native/rows.cpp", "        largest_bits = largest_bits > value_bits ? largest_bits : value_bits;\n", ""
+    ),
     Mutant("kernels/native/vectors.h", "broadcast(200.0f)", "broadcast(20.0f)"),
-    Mutant("kernels/native/layer.cpp", "std::max(in_attention, in_mlp)", "in_mlp"),
+    Mutant("kernels/native/layer.cpp", "std::max(attention_bytes, mlp_bytes)", "mlp_bytes"),
     Mutant("kernels/native/layer.cpp", "    add(rows, normed, output, num_numbers);\n", ""),
     Mutant("kernels/native/layer.cpp", "    norm_heads(layer_.key, ", "    norm_heads(layer_.query, "),
     Mutant("kernels/native/layer.cpp", "add(output, normed, output", "add(rows, normed, output"),
@@ -650,11 +654,11 @@ KERNEL_MUTANTS = (
     Mutant("kernels/cpu/gemm_trial.py", "if watch.is_busy and batch_invariant", "if False and batch_invariant"),
     Mutant(
         "kernels/cpu/gemm_trial.py",
-        "for each in backends if GEMM_BACKENDS[each].is_batch",
-        "for each in names if GEMM_BACKENDS[each].is_batch",
+        "for name in backends if GEMM_BACKENDS[name].is_batch",
+        "for name in names if GEMM_BACKENDS[name].is_batch",
     ),
-    Mutant("kernels/cpu/stopwatch.py", "if not each.has_waited), default", "), default"),
-    Mutant("kernels/cpu/stopwatch.py", "not (self.is_busy or _is_enough(times))", "not _is_enough(times)"),
+    Mutant("kernels/cpu/stopwatch.py", "if not call_time.has_waited), default", "), default"),
+    Mutant("kernels/cpu/stopwatch.py", "not (self.is_busy or _are_enough(times))", "not _are_enough(times)"),
     Mutant(
         "kernels/cpu/gemm_trial.py", "HEAD_START if GEMM_BACKENDS[candidate.name].is_batch_invariant else 1.0", "1.0"
     ),
@@ -664,18 +668,24 @@ KERNEL_MUTANTS = (
     Mutant("model/attention/paged_step.py", " or queries.num_tokens != self._num_tokens", ""),
     Mutant("kernels/native/copies.cpp", "(num_bytes - 1) / kStripe", "num_bytes / kStripe"),
     Mutant("kernels/native/xxh3.h", "      stripe_ = 0;\n", ""),
-    Mutant("kernels/native/copies.cpp", "    memcpy(to + at + copied, piece + copied, count - copied);\n", ""),
+    Mutant(
+        "kernels/native/copies.cpp",
+        "    memcpy(to + at + copied_bytes, piece + copied_bytes, count - copied_bytes);\n",
+        "",
+    ),
     Mutant("kernels/native/copies.cpp", "sources[i] + piece * piece_bytes", "sources[i]"),
-    Mutant("kernels/native/copies.cpp", "if (count < wanted) return at;", "if (count < wanted) return num_bytes;"),
-    Mutant("kernels/native/copies.cpp", "return std::min(of_record, head_bytes);", "return of_record;"),
-    Mutant("kernels/native/copies.cpp", "whole_pages(upto) - upto", "0"),
+    Mutant(
+        "kernels/native/copies.cpp", "if (count < piece_bytes) return at;", "if (count < piece_bytes) return num_bytes;"
+    ),
+    Mutant("kernels/native/copies.cpp", "return std::min(read_bytes, head_bytes);", "return read_bytes;"),
+    Mutant("kernels/native/copies.cpp", "whole_pages(end) - end", "0"),
     Mutant("kernels/native/copies.cpp", "positions[end] == positions[end - 1] + record_bytes", "true"),
     Mutant("kernels/native/copies.cpp", "  memset(records, 0, num_objects * record_bytes);\n", ""),
-    Mutant("kernels/native/copies.cpp", "std::min(upto, before_end - head_bytes)", "upto / kStripe * kStripe"),
-    Mutant("kernels/native/copies.py", " or address % _ALIGNMENT", ""),
-    Mutant("kernels/native/copies.py", " or (addresses % _ALIGNMENT).any()", ""),
-    Mutant("kernels/native/copies.py", " if whole else None", ""),
-    Mutant("kernels/native/copies.py", "distance != num_pieces * stride", "False"),
+    Mutant("kernels/native/copies.cpp", "std::min(end, striped_bytes - head_bytes)", "end / kStripe * kStripe"),
+    Mutant("kernels/native/copies.py", " or address % _ALIGNMENT_BYTES", ""),
+    Mutant("kernels/native/copies.py", " or (addresses % _ALIGNMENT_BYTES).any()", ""),
+    Mutant("kernels/native/copies.py", " if is_whole else None", ""),
+    Mutant("kernels/native/copies.py", "dimension_stride != num_pieces * stride", "False"),
     Mutant("kernels/native/gemm.cpp", "stride, block == 0 && word == 0,", "stride, word == 0,"),
     Mutant("kernels/native/gemm.cpp", "stride, block == 0 && word == 0,", "stride, block == 0,"),
     Mutant("kernels/native/gemm.cpp", " + word * rows_here", ""),
@@ -701,18 +711,18 @@ KERNEL_MUTANTS = (
     ),
     Mutant("kernels/native/gemm.py", "weight.shape[1] % _library.word_numbers[weight.dtype] == 0", "True"),
     Mutant("kernels/cpu/row_tiles.py", "(0, 0, 0, padding)", "(0, 0, padding, 0)"),
-    Mutant("kernels/cpu/gemm_trial.py", "            if not agrees(whole):\n                continue\n", ""),
+    Mutant("kernels/cpu/gemm_trial.py", "            if not agrees(expected):\n                continue\n", ""),
     Mutant("kernels/cpu/gemm_trial.py", "torch.equal(result, expected[position])", "torch.equal(result, result)"),
 )
 
 LOADING_MUTANTS = (
     Mutant("kernels/native/library.py", 'file.stem.endswith(f"-{_content_digest(file)}")', "True"),
-    Mutant("kernels/native/library.py", "flags.issuperset(each.features)", "True"),
+    Mutant("kernels/native/library.py", "flags.issuperset(variant.features)", "True"),
     Mutant("kernels/native/library.py", "    if not is_current(file, variant):\n        return None\n", ""),
-    Mutant("kernels/native/library.py", "[:-_MAX_KEPT]", "[:0]"),
+    Mutant("kernels/native/library.py", "[:-_MAX_CACHED_LIBRARIES]", "[:0]"),
     Mutant(
         "kernels/native/library.py",
-        "                    os.utime(file)  # `_remove_old` keeps the libraries that were used last\n",
+        "                    os.utime(file)  # `_remove_old_libraries` keeps the libraries that were used last\n",
         "                    pass\n",
     ),
     Mutant("config/cache_directory.py", "    except RuntimeError:", "    except OSError:"),
@@ -1513,7 +1523,7 @@ AUTHENTICITY_MUTANTS = (
         "payload in _OTHER_PROMPT_FAULTS",
     ),
     Mutant("service/server/servicers/kv_fetcher.py", "                self._transfer.rejected.add([payload])\n", ""),
-    Mutant("startup/requirements.py", "        trusted = {}\n", "        pass\n"),
+    Mutant("startup/requirements.py", "if tiers.secret_file is None:", "if True:"),
     Mutant("startup/requirements.py", "if not has_protection(tiers):", "if False:"),
 )
 STATEMENT_MUTANTS = (
@@ -1681,7 +1691,7 @@ OFFLINE_MUTANTS = (
     Mutant("service/offline/request_slots.py", "                self._num_calls -= 1\n", "                pass\n"),
     Mutant("service/offline/request_slots.py", "            self.release(slots.num_taken)\n", ""),
     Mutant("service/text/answer_text.py", "        self.num_tokens += len(token_ids)\n", ""),
-    Mutant("startup/build_engine.py", "        opened.callback(engine.stop)\n", ""),
+    Mutant("startup/build_engine.py", "        cleanup.callback(engine.stop)\n", ""),
     Mutant("service/offline/llm.py", "                    ignore_eos=True,\n", ""),
     Mutant("service/offline/llm.py", "                    write_generated=False,\n", ""),
     Mutant("service/offline/llm.py", "min(max_new_tokens, options.max_tokens)", "options.max_tokens"),

@@ -21,7 +21,7 @@ from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.attention.triton_kernels import TritonKernels, candidates
 from radixkv.startup import attention_check
 from radixkv.startup.attention_check import check_attention
-from radixkv.startup.attention_choice import attention_kernels, choose_attention
+from radixkv.startup.attention_choice import choose_attention_kernels, try_candidates
 from radixkv.startup.attention_trial import try_attention_here
 from radixkv.storage.device_pool import KVShape
 from tests.kernels.gpu.interpreter import interpret_kernels
@@ -101,7 +101,7 @@ def choose(*candidates: TorchKernels, kinds: tuple[AttentionKind, ...] = (KIND,)
     named = {f"{type(kernels).__name__} {i}": kernels for i, kernels in enumerate(candidates)}
 
     use = AttentionUse(kinds, BF16, SHAPE, 16, CPU, is_exact)
-    return choose_attention(named, lambda name: check_attention(named[name], use))
+    return try_candidates(named, lambda name: check_attention(named[name], use))
 
 
 def test_the_first_correct_kernel_serves(caplog: pytest.LogCaptureFixture) -> None:
@@ -210,7 +210,7 @@ def test_a_trial_detects_wrong_dequantization(
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=32, dtype=BF16).stored_as("int8")
     use = AttentionUse((KIND,), BF16, shape, 64, CPU, is_exact=False)
     tried = candidates(use, (8, 0))
-    chosen = choose_attention(tried, lambda name: try_attention_here(name, use))
+    chosen = try_candidates(tried, lambda name: try_attention_here(name, use))
     assert chosen is tried["attention through pointers"]
     (record,) = caplog.records
     assert record.getMessage().startswith("attention over blocks dequantized first is not used: attention over int8")
@@ -230,13 +230,13 @@ def test_on_a_gpu_the_service_tries_kernels_that_suit_gpu_and_pool(monkeypatch: 
     model.attention_uses = lambda shape, block_size: (
         AttentionUse((KIND,), BF16, shape, block_size, model.device, model.is_exact),
     )
-    assert isinstance(attention_kernels(model, shape, 64, refuse), TritonKernels)
+    assert isinstance(choose_attention_kernels(model, shape, 64, refuse), TritonKernels)
     assert tried == [("warp-specialized attention", *model.attention_uses(shape, 64))]
     tried.clear()
-    assert isinstance(attention_kernels(model, shape.stored_as("int8"), 64, refuse), TritonKernels)
+    assert isinstance(choose_attention_kernels(model, shape.stored_as("int8"), 64, refuse), TritonKernels)
     assert tried == [], "nothing else does"
     model.is_exact = False
-    kernels = attention_kernels(model, shape.stored_as("int8"), 64, lambda *_: None)
+    kernels = choose_attention_kernels(model, shape.stored_as("int8"), 64, lambda *_: None)
     assert isinstance(kernels, TritonKernels)
     assert kernels._dequantizes_first == "if faster"
     assert kernels._capacity == DeviceCapacity(114, head_dim=64)
@@ -263,7 +263,7 @@ class Native(Broken):
 @pytest.mark.usefixtures("has_library")
 def test_on_a_cpu_cpp_kernels_serve() -> None:
     for dtype in (torch.float32, BF16):
-        assert isinstance(attention_kernels(*model_on_a_cpu(dtype), 16), Native)
+        assert isinstance(choose_attention_kernels(*model_on_a_cpu(dtype), 16), Native)
 
 
 @pytest.mark.usefixtures("has_library")
@@ -271,14 +271,14 @@ def test_on_a_cpu_torch_serves_where_kernels_in_cpp_are_wrong(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(on_cpu, "NativeKernels", lambda library: WrongNumbers())
-    assert type(attention_kernels(*model_on_a_cpu(BF16), 16)) is TorchKernels
+    assert type(choose_attention_kernels(*model_on_a_cpu(BF16), 16)) is TorchKernels
     assert caplog.messages[0].startswith("native attention is not used: attention over bf16 on cpu: expected")
 
 
 @pytest.mark.usefixtures("has_library")
 def test_on_a_cpu_the_environment_may_exclude_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RADIXKV_REFUSED_ATTENTION", "native attention")
-    assert type(attention_kernels(*model_on_a_cpu(BF16), 16)) is TorchKernels
+    assert type(choose_attention_kernels(*model_on_a_cpu(BF16), 16)) is TorchKernels
 
 
 def test_kernels_excluded_by_the_environment_are_not_tried(
@@ -295,7 +295,7 @@ def test_kernels_excluded_by_the_environment_are_not_tried(
     model.attention_uses = lambda shape, block_size: (
         AttentionUse((KIND,), BF16, shape, block_size, model.device, True),
     )
-    kernels = attention_kernels(model, shape, 64, refuse)
+    kernels = choose_attention_kernels(model, shape, 64, refuse)
     assert isinstance(kernels, TritonKernels)
     assert not kernels._is_specialized
     assert caplog.messages == ["warp-specialized attention is not used: RADIXKV_REFUSED_ATTENTION refuses it"]

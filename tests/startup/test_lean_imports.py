@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from radixkv.startup.lean_imports import _Compiler, _Submodules
+from radixkv.startup.lean_imports import _CompilerStandIn, _SubmoduleFinder
 
 _REAL = """
 from {package}._dynamo import config
@@ -56,9 +56,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
     monkeypatch.syspath_prepend(tmp_path)
     before = list(sys.meta_path)
     package = importlib.import_module(name)
-    compiler = _Compiler(package)
+    compiler = _CompilerStandIn(package)
     sys.modules[compiler.__name__] = package.__dict__["_dynamo"] = compiler
-    sys.meta_path.insert(0, _Submodules(compiler))
+    sys.meta_path.insert(0, _SubmoduleFinder(compiler))
     yield package
     sys.meta_path[:] = before
     for each in [each for each in sys.modules if each.startswith(name)]:

@@ -80,13 +80,13 @@ def test_the_tolerance_is_the_distance_between_two_transformers_implementations(
 ) -> None:
     """It is never more than twice the usual tolerance."""
     model = model_at_distance(ours)
-    own_logits = model_check._own_logits
+    own_logits = model_check._transformers_logits
 
     def moved(model: Model, tokens: bytes, ends: list[int], attention: str = "eager") -> torch.Tensor:
         logits = own_logits(model, tokens, ends)
         return logits * (1 + own) if attention == "sdpa" else logits
 
-    monkeypatch.setattr(model_check, "_own_logits", moved)
+    monkeypatch.setattr(model_check, "_transformers_logits", moved)
     if may_serve and ours < 0.1:
         check_model(model, TorchKernels(), 16)
     else:
@@ -105,7 +105,7 @@ def test_a_model_whose_second_implementation_fails_reports_its_distance(monkeypa
 def test_the_second_transformers_implementation_runs_only_if_needed() -> None:
     model = load_model(ModelConfig(dtype="bfloat16", device="cpu"))
     tokens = np.arange(20, dtype="<u4").tobytes()
-    eager, other = (model_check._own_logits(model, tokens, [20], attention) for attention in ("eager", "sdpa"))
+    eager, other = (model_check._transformers_logits(model, tokens, [20], attention) for attention in ("eager", "sdpa"))
     assert 0 < model_check._distance(other, eager) < 0.05
     assert model.module.config._attn_implementation == ATTENTION_NAME
 

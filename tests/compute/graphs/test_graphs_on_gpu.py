@@ -15,7 +15,7 @@ from radixkv.compute.graphs.capturer import GraphCapturer
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig, ModelConfig
 from radixkv.model.loading import load_model
-from radixkv.startup.attention_choice import attention_kernels
+from radixkv.startup.attention_choice import choose_attention_kernels
 from radixkv.startup.attention_trial import try_attention_here
 from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.storage.device_pool import KVStorage
@@ -53,7 +53,7 @@ def test_graphs_are_correct_and_agree_with_launches(
     directory = write_checkpoint(config, tmp_path)
     model = load_model(ModelConfig(str(directory), device="cuda", dtype=dtype, exactness=exactness))
     kv_shape = model.kv_shape.stored_as(kv_dtype)
-    kernels = attention_kernels(model, kv_shape, BLOCK_SIZE, try_attention_here)
+    kernels = choose_attention_kernels(model, kv_shape, BLOCK_SIZE, try_attention_here)
     storage = KVStorage(400, BLOCK_SIZE, kv_shape, model.device)
     capturer = GraphCapturer(model, kernels, EngineConfig(max_step_tokens=64, max_running_requests=8))
     graphs = capturer.capture(storage, MAX_TOKENS)

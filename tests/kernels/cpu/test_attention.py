@@ -109,10 +109,10 @@ def test_softcap_bounds_the_scores(window: int | None) -> None:
 def test_bounded_groups_and_copies_give_the_same_result(
     scoring: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_plan, "_GROUP_ROWS", 100)
-    monkeypatch.setattr(attention_plan, "_GROUP_NUMBERS", 5000)
-    monkeypatch.setattr(attention_plan, "_COPIED_TOKENS", 100)
-    monkeypatch.setattr(attention, "_SOFTCAP_SCORES", 5000)
+    monkeypatch.setattr(attention_plan, "_MAX_GROUP_ROWS", 100)
+    monkeypatch.setattr(attention_plan, "_MAX_GROUP_ELEMENTS", 5000)
+    monkeypatch.setattr(attention_plan, "_MAX_COPIED_TOKENS", 100)
+    monkeypatch.setattr(attention, "_MAX_SOFTCAP_SCORES", 5000)
     step = make_step([13, 1100], [101, 25], GQA)
     assert error_against_reference(step, **scoring) < TOLERANCE[torch.float32]
 

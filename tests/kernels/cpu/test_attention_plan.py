@@ -56,7 +56,7 @@ def seen_keys(batch: PagedBatch, groups: list[Group], group_size: int, window: i
         for tails in group.tails:
             blocks = tails.block_ids.numpy().reshape(tails.num_tiles, -1)
             slots = (blocks[:, :, None] * BLOCK + np.arange(BLOCK)).reshape(tails.num_tiles, -1)
-            slots = slots[:, tails.first_key : tails.first_key + tails.num_keys]
+            slots = slots[:, tails.num_skipped_keys : tails.num_skipped_keys + tails.num_keys]
             mask = tails.mask(window, torch.float32)
             for tile in range(tails.num_tiles):
                 for row in range(tails.num_rows):
@@ -143,7 +143,7 @@ def test_blocks_are_copied_only_where_they_are_not_adjacent() -> None:
 def test_masks_of_long_windows_are_not_kept_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, of_window = batch_of([(1590, 20)]), spec(window=700)
     (kept,) = plan_cpu_attention(batch, of_window)[0].tails
-    monkeypatch.setattr(attention_plan, "_KEPT_MASK", 100)
+    monkeypatch.setattr(attention_plan, "_MAX_KEPT_MASK_ELEMENTS", 100)
     (made,) = plan_cpu_attention(batch, of_window)[0].tails
     assert kept.kept_mask is not None
     assert made.kept_mask is None
@@ -151,7 +151,7 @@ def test_masks_of_long_windows_are_not_kept_for_all_layers(monkeypatch: pytest.M
 
 
 def test_no_mask_is_larger_than_a_group_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_plan, "_GROUP_NUMBERS", 50_000)
+    monkeypatch.setattr(attention_plan, "_MAX_GROUP_ELEMENTS", 50_000)
     batch = batch_of([(1500, 100)])
     groups = plan_cpu_attention(batch, spec(window=1_000_000))
     sizes = [tails.num_tiles * tails.num_rows * tails.num_keys for group in groups for tails in group.tails]

@@ -37,27 +37,27 @@ class Machine:
 
 def test_the_shortest_call_counts_and_short_ones_are_repeated() -> None:
     machine = Machine()
-    assert machine.watch().shortest(machine.calls((9e-3, 0), (3e-3, 0), (2e-3, 0)), ROWS) == pytest.approx(2e-3)
+    assert machine.watch().shortest_s(machine.calls((9e-3, 0), (3e-3, 0), (2e-3, 0)), ROWS) == pytest.approx(2e-3)
     assert machine.now_s == pytest.approx(14e-3)
-    assert machine.watch().shortest(machine.calls((1e-4, 0)), ROWS) == pytest.approx(1e-4)
+    assert machine.watch().shortest_s(machine.calls((1e-4, 0)), ROWS) == pytest.approx(1e-4)
     assert machine.now_s == pytest.approx(14e-3 + 20e-4)
 
 
 def test_a_call_that_was_descheduled_does_not_count_if_others_were_not() -> None:
     machine = Machine()
     watch = machine.watch()
-    assert watch.shortest(machine.calls((4e-3, 1.1e-3), (6e-3, 1e-3)), ROWS) == pytest.approx(6e-3)
+    assert watch.shortest_s(machine.calls((4e-3, 1.1e-3), (6e-3, 1e-3)), ROWS) == pytest.approx(6e-3)
     assert not watch.is_busy
-    assert watch.shortest(machine.calls((5e-4, 1e-4)), ROWS, (CallTime(1e-6, True),)) == pytest.approx(5e-4)
+    assert watch.shortest_s(machine.calls((5e-4, 1e-4)), ROWS, (CallTime(1e-6, True),)) == pytest.approx(5e-4)
 
 
 def test_a_machine_is_busy_after_many_descheduled_calls_and_timing_ends() -> None:
     machine = Machine()
     watch = machine.watch()
-    assert watch.shortest(machine.calls((8e-3, 7e-3)), ROWS) == pytest.approx(8e-3)
+    assert watch.shortest_s(machine.calls((8e-3, 7e-3)), ROWS) == pytest.approx(8e-3)
     assert machine.now_s == pytest.approx(32e-3)
     assert watch.is_busy
-    watch.shortest(machine.calls((1e-5, 0)), ROWS)
+    watch.shortest_s(machine.calls((1e-5, 0)), ROWS)
     assert machine.now_s == pytest.approx(32e-3 + 2e-5)
 
 

@@ -200,9 +200,9 @@ def test_at_most_128_tokens_are_never_dequantized_first() -> None:
 
 def test_more_bytes_than_the_bound_are_not_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dequantizes_first([2048], [8192])
-    monkeypatch.setattr(dequantize_plan, "_MAX_BYTES", 160 * 64 * 4096)
+    monkeypatch.setattr(dequantize_plan, "_MAX_PLAIN_BYTES", 160 * 64 * 4096)
     assert dequantizes_first([2048], [8192])
-    monkeypatch.setattr(dequantize_plan, "_MAX_BYTES", 160 * 64 * 4096 - 1)
+    monkeypatch.setattr(dequantize_plan, "_MAX_PLAIN_BYTES", 160 * 64 * 4096 - 1)
     assert not dequantizes_first([2048], [8192])
 
 

@@ -23,7 +23,7 @@ from radixkv.model.attention.refused_attention import FLASHINFER, POINTERS
 from radixkv.model.attention.triton_kernels import TritonKernels
 from radixkv.startup import attention_trial
 from radixkv.startup.attention_check import check_attention
-from radixkv.startup.attention_choice import attention_kernels
+from radixkv.startup.attention_choice import choose_attention_kernels
 from radixkv.storage.device_pool import KVShape
 from tests.model.attention import flashinfer_stand_in
 from tests.model.attention.flashinfer_stand_in import BatchPrefillWithPagedKVCacheWrapper
@@ -157,7 +157,7 @@ def test_flashinfer_serves_with_our_best_kernel_if_it_passes(
         if name == refusal:
             raise UnsupportedModel("not here")
 
-    kernels = attention_kernels(model(is_exact=False), SHAPE, 64, attempt)
+    kernels = choose_attention_kernels(model(is_exact=False), SHAPE, 64, attempt)
     assert tried == ["warp-specialized attention", FLASHINFER]
     assert isinstance(kernels, TritonKernels if refusal == FLASHINFER else FlashInferKernels)
     ours = kernels._triton if isinstance(kernels, FlashInferKernels) else kernels
@@ -165,18 +165,18 @@ def test_flashinfer_serves_with_our_best_kernel_if_it_passes(
     assert not ours._has_idle_work
     assert caplog.messages == ([f"{refusal} is not used: not here"] if refusal else [])
     tried.clear()
-    assert isinstance(attention_kernels(model(is_exact=True), SHAPE, 64, attempt), TritonKernels)
+    assert isinstance(choose_attention_kernels(model(is_exact=True), SHAPE, 64, attempt), TritonKernels)
     assert FLASHINFER not in tried
     monkeypatch.setenv("RADIXKV_REFUSED_ATTENTION", FLASHINFER)
-    assert isinstance(attention_kernels(model(is_exact=False), SHAPE, 64, attempt), TritonKernels)
+    assert isinstance(choose_attention_kernels(model(is_exact=False), SHAPE, 64, attempt), TritonKernels)
     assert FLASHINFER not in tried
 
 
 def test_a_trial_selects_flashinfer_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = Kernels(Ours(), "fa2")
     monkeypatch.setattr(attention_trial, "flashinfer_candidate", lambda use: kernels)
-    assert attention_trial._kernels(FLASHINFER, USE) is kernels
-    assert isinstance(attention_trial._kernels(POINTERS, USE), TritonKernels)
+    assert attention_trial._find_kernels(FLASHINFER, USE) is kernels
+    assert isinstance(attention_trial._find_kernels(POINTERS, USE), TritonKernels)
     monkeypatch.undo()
     with pytest.raises(UnsupportedModel, match="it is not installed, or does not support"):
         attention_trial.try_attention_here(FLASHINFER, USE)

@@ -58,7 +58,7 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.model.loading import load_model
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Generation, Request
-from radixkv.startup.attention_choice import attention_kernels
+from radixkv.startup.attention_choice import choose_attention_kernels
 from radixkv.startup.attention_trial import try_attention_here
 from radixkv.startup.build_engine import make_runner
 from radixkv.startup.tiers import open_stores
@@ -202,7 +202,7 @@ class Cases:
             held = self.model.adapted.adapters
             held.max_bytes = sum(held._sizes.values()) - 1
         kv_shape = self.model.kv_shape.stored_as(kv_dtype)
-        kernels = attention_kernels(self.model, kv_shape, self.block_size, try_attention_here)
+        kernels = choose_attention_kernels(self.model, kv_shape, self.block_size, try_attention_here)
         is_by_layer = kernels.wants_pool_by_layer and self.random.random() < 0.8
         groups, num_parts = None, 0
         if is_divided:
