@@ -22,7 +22,8 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         OSError: the directory can't be created.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    directory = target.parent / f".{target.name[:200]}.{secrets.token_hex(8)}"  # file systems allow 255 bytes per name
+    # File systems allow 255 bytes per name, and a character takes up to 4 bytes.
+    directory = target.parent / f".{target.name[:50]}.{secrets.token_hex(8)}"
     directory.mkdir()
     try:
         yield directory

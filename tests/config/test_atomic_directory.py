@@ -12,6 +12,13 @@ def test_a_directory_appears_when_it_is_complete(tmp_path):
     assert [*target.parent.iterdir()] == [target]
 
 
+@pytest.mark.parametrize("name", ["a" * 255, "é" * 127, "数" * 85])
+def test_a_directory_may_have_the_longest_name_that_the_file_system_allows(tmp_path, name):
+    with atomic_directory(tmp_path / name):
+        pass
+    assert [*tmp_path.iterdir()] == [tmp_path / name]
+
+
 def test_nothing_is_left_after_an_error(tmp_path):
 
     def write():
