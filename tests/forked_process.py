@@ -87,9 +87,8 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal if the process still runs."""
         if self.returncode is None:
-            with contextlib.suppress(
-                ProcessLookupError
-            ):  # the process has just ended; `subprocess.Popen` ignores this as well
+            # The process may have just ended, which `subprocess.Popen` ignores as well.
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:

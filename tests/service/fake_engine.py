@@ -55,7 +55,6 @@ from radixkv.namespace import Namespace, PromptKey
 from radixkv.offload.index.tier_index import TierIndex
 from radixkv.scheduling.request import Request
 from tests.adapter_doubles import FakeDevice
-from tests.patience import PATIENCE_S
 
 VOCAB_SIZE = 256
 FAKE = Namespace("fake")
@@ -379,11 +378,6 @@ class FakeEngine:
             running = list(self._running)
         for future, params in running:
             self._answer(future, params)
-
-    def wait_until_running(self, count: int) -> bool:
-        """Return whether `count` gated prefills run before the time is up."""
-        with self._changed:
-            return self._changed.wait_for(lambda: len(self._running) == count, PATIENCE_S)
 
     def _forget(self, finished: Future) -> None:
         with self._changed:

@@ -280,7 +280,8 @@ def test_an_invalid_grammar_is_refused_each_time(text, compiled):
                 await grammars.constrain(SAMPLING, regex(text), MINE)
 
     asyncio.run(ask())
-    assert len(compiled.texts) == (text == "(a")
+    num_compiled = 1 if text == "(a" else 0  # a text that is too long is refused before
+    assert len(compiled.texts) == num_compiled
 
 
 def test_the_error_for_a_model_without_a_tokenizer_contains_no_path(tmp_path, caplog):
