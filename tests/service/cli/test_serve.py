@@ -188,9 +188,7 @@ def test_the_phases_of_a_start_are_logged_before_the_address_is_printed():
         _, err = process.communicate(timeout=PATIENCE_S)
     # A line has a date, a time, a level, a logger and a message.
     messages = [line.split(" ", 4)[4] for line in err.splitlines() if line.split()[3] == "radixkv.startup.progress"]
-    phases = [
-        message for message in messages if not message.startswith("still ")
-    ]  # without reminders on a slow machine
+    phases = [message for message in messages if not message.startswith("still ")]  # reminders, on a slow machine
     assert phases[:-1] == [
         "checking the configuration",
         "importing the server",
