@@ -1,4 +1,4 @@
-"""Test doubles for the device side of adapters. The name of a directory represents its content."""
+"""Test doubles for the device side of adapters. No file is read: the name of a directory represents its content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 
 @dataclass(frozen=True)
 class FakeFiles:
-    """An adapter whose digest is a text."""
+    """Stands in for the files of an adapter. Its digest is any string."""
 
     digest: str
     rank: int = 8
@@ -24,12 +24,12 @@ class FakeFiles:
     invocation_token_ids: tuple[int, ...] | None = None
 
     def applies_from(self, tokens: bytes) -> int | None:
-        """Find the last invocation, which is of one token."""
+        """Return the position of the last invocation token; 0 if the adapter has none, None if it does not occur."""
         if self.invocation_token_ids is None:
             return 0
-        (wanted,) = self.invocation_token_ids
-        places = np.flatnonzero(np.frombuffer(tokens, "<u4") == wanted)
-        return int(places[-1]) if places.size else None
+        (invocation_token_id,) = self.invocation_token_ids
+        positions = np.flatnonzero(np.frombuffer(tokens, "<u4") == invocation_token_id)
+        return int(positions[-1]) if positions.size else None
 
 
 class AnyDirectory(AdapterDirectory):
@@ -40,12 +40,12 @@ class AnyDirectory(AdapterDirectory):
 
 
 class FakeDevice:
-    """Holds digests, and records the calls that change it.
+    """Stands in for an AdapterDevice: holds digests instead of weights, and records the calls that change them.
 
     Attributes:
-        held: the digests that it holds.
-        calls: the calls that changed it, in order.
-        gate: reading waits for it.
+        held: the digests of the adapters whose weights are on the device.
+        calls: the calls that changed `held`, in order.
+        gate: `read` waits until it is set, as it is at first.
     """
 
     def __init__(self) -> None:

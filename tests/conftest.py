@@ -23,12 +23,12 @@ os.environ["TQDM_DISABLE"] = "1"
 # All workers of a run share a new cache directory, so that no results of earlier runs are used. Only compiled kernels
 # are reused: their names contain a digest of their sources.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    _kernels = cache_directory() / "kernels"
+    _compiled_kernels = cache_directory() / "kernels"
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="radixkv-tests-")
     with contextlib.suppress(OSError):
-        _kernels.mkdir(parents=True, exist_ok=True)
+        _compiled_kernels.mkdir(parents=True, exist_ok=True)
         cache_directory().mkdir()
-        (cache_directory() / "kernels").symlink_to(_kernels)
+        (cache_directory() / "kernels").symlink_to(_compiled_kernels)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,22 +36,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The sample of a parametrized test is random, but the same in every run.
     """
-    cases = defaultdict(list)
+    cases_by_test = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and not any(map(item.get_closest_marker, ("long", "slow"))):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for name, members in cases.items():
-        marker = members[0].get_closest_marker("sampled")
+            cases_by_test[item.nodeid.partition("[")[0]].append(item)
+    for test_id, cases in cases_by_test.items():
+        marker = cases[0].get_closest_marker("sampled")
         assert marker is not None
-        num_sampled = math.ceil(len(members) / marker.kwargs["one_in"])
-        sample = Random(name).sample(range(len(members)), num_sampled)
-        for number in set(range(len(members))) - set(sample):
-            members[number].add_marker(pytest.mark.long)
+        num_sampled = math.ceil(len(cases) / marker.kwargs["one_in"])
+        sample = Random(test_id).sample(range(len(cases)), num_sampled)
+        for index in set(range(len(cases))) - set(sample):
+            cases[index].add_marker(pytest.mark.long)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """Set a timeout for teardowns, since those of pyproject.toml do not apply to the teardown of a failed test."""
+    """Set a timeout for teardowns. The timeouts in pyproject.toml do not apply to the teardown of a failed test."""
     faulthandler.dump_traceback_later(float(item.config.getini("faulthandler_timeout")), exit=True)
     return (yield)
 

@@ -13,19 +13,19 @@ from radixkv.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class Rising:
-    """Requires that each token is larger than the previous one, by at most `most`; the first is less than `most`.
+    """Requires that each token is larger than the previous one, by at most `max_rise`; the first is below `max_rise`.
 
     No token is allowed after the largest one.
 
     Attributes:
         vocab_size: number of tokens.
-        most: maximum difference of two successive tokens.
-        ends: tokens that are allowed everywhere, and end an answer.
-        refuses_after: number of tokens after which computing the mask fails.
+        max_rise: maximum difference of two successive tokens.
+        ends: tokens that are allowed at every position if they are stop tokens of the request.
+        refuses_after: number of tokens after which computing the mask fails; None for never.
     """
 
     vocab_size: int
-    most: int
+    max_rise: int
     ends: frozenset[int] = frozenset()
     refuses_after: int | None = None
 
@@ -34,31 +34,31 @@ class Rising:
 
 
 class RisingMatcher:
-    """Follows one answer.
+    """Follows the tokens of one answer.
 
     Attributes:
-        num_asked: number of masks that were requested.
+        num_masks: number of masks that were requested.
         accepted: the tokens so far.
     """
 
     def __init__(self, constraint: Rising, ends: Set[int]) -> None:
-        self.num_asked = 0
+        self.num_masks = 0
         self.accepted: list[int] = []
         self._constraint = constraint
         self._ends = ends
 
     @property
     def refuses(self) -> bool:
-        """Whether computing the mask fails."""
+        """Whether computing the next mask fails."""
         return len(self.accepted) == self._constraint.refuses_after
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        self.num_asked += 1
+        self.num_masks += 1
         if self.refuses:
             raise InvalidRequest("rising: expected an allowed token, got none")
         last = self.accepted[-1] if self.accepted else -1
         allowed = np.zeros(self._constraint.vocab_size, dtype=np.bool_)
-        allowed[last + 1 : last + 1 + self._constraint.most] = True
+        allowed[last + 1 : last + 1 + self._constraint.max_rise] = True
         allowed[sorted(self._ends)] = True
         return allowed
 

@@ -25,7 +25,7 @@ from tests.fake_runner import FakeRunner, tokens
 from tests.fakes import FakeClock
 
 BLOCK_SIZE = 4
-_SAMPLING = {field.name for field in dataclasses.fields(Sampling)} - {"max_new_tokens"}
+_SAMPLING_FIELDS = {field.name for field in dataclasses.fields(Sampling)} - {"max_new_tokens"}
 
 
 def purge_at_once(core: EngineCore, *, tenant: str | None, salt: str | None = None) -> Purged:
@@ -36,7 +36,7 @@ def purge_at_once(core: EngineCore, *, tenant: str | None, salt: str | None = No
 class Bench:
     """An engine core over a fake runner, with a clock that only tests move.
 
-    With `num_snapshots` the fake model keeps states.
+    With `num_snapshots`, the fake model has recurrent states, and the cache has that many snapshots for them.
     """
 
     def __init__(
@@ -99,9 +99,12 @@ class Bench:
         tenant: str = "",
         **params: object,
     ) -> GenerationFuture:
-        """Submit a generation. Tokens are added to `streamed` of its future, and chunks passed to `on_tokens`."""
+        """Submit a generation. Streamed tokens are appended to `future.streamed`, and chunks passed to `on_tokens`.
+
+        `params` are fields of PrefillParams and of Sampling.
+        """
         future = GenerationFuture()
-        sampling = Sampling(max_new_tokens, **{k: params.pop(k) for k in _SAMPLING & params.keys()})
+        sampling = Sampling(max_new_tokens, **{name: params.pop(name) for name in _SAMPLING_FIELDS & params.keys()})
         future.streamed = []  # type: ignore[attr-defined]
 
         def stream(chunk: GeneratedTokens) -> None:

@@ -15,12 +15,13 @@ from radixkv.compute.runner import Launch, StepResult, Wait
 from radixkv.config.sequence_limit import SequenceLimit
 
 VOCAB_SIZE = 256
-Seen = tuple[str, bytes]  # an adapter, and tokens up to a position
+Seen = tuple[str, bytes]  # an adapter and the position from which it applies; all tokens up to a position
 
 
 class FakeRunner:
     """Writes each computed token's adapter and whole prefix into its slot, and reads back what a real model would
-    attend to. A state is represented by its prefix; with `has_states`, each chunk must continue from its own state.
+    attend to. A recurrent state is represented by its prefix; with `has_states`, each chunk must continue from the
+    state of the tokens before it.
 
     The logits after a prompt are one-hot at `next_token(prompt, adapter)`.
     """
@@ -80,15 +81,15 @@ class FakeRunner:
             for position in range(chunk.end):
                 seen = self._slot(chunk, position)[position % self._block_size]
                 assert seen == _seen(chunk, position), f"position {position} holds another prefix's K/V"
-        self._read_states(chunks)
+        self._check_and_write_states(chunks)
         self.steps.append([(chunk.start, chunk.end) for chunk in chunks])
         are_finite = [chunk.tokens != self.not_finite for chunk in chunks]
-        rows = [
-            (self.logits_scale if is_finite else torch.nan)
-            * one_hot(next_token(chunk.tokens[: 4 * upto], chunk.adapter if upto > chunk.adapter_from else ""))
-            for chunk, is_finite in zip(chunks, are_finite, strict=True)
-            for upto in range(chunk.end - chunk.num_logit_rows + 1, chunk.end + 1)
-        ]
+        rows = []
+        for chunk, is_finite in zip(chunks, are_finite, strict=True):
+            scale = self.logits_scale if is_finite else torch.nan
+            for position in range(chunk.end - chunk.num_logit_rows, chunk.end):
+                prefix = chunk.tokens[: 4 * (position + 1)]
+                rows.append(scale * one_hot(next_token(prefix, _adapter_at(chunk, position))))
         logits = torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
         return StepResult(logits, logits.argmax(dim=-1).tolist(), are_finite)
 
@@ -96,15 +97,15 @@ class FakeRunner:
         """Wipe the K/V of all blocks, so that reading a cached one fails."""
         self.content = [[None] * self._block_size for _ in self.content]
 
-    def _read_states(self, chunks: Sequence[Chunk]) -> None:
-        """Read the states from which chunks continue, and then write those that they leave."""
+    def _check_and_write_states(self, chunks: Sequence[Chunk]) -> None:
+        """Check the states from which the chunks continue, and then write the states that they leave."""
         for chunk in chunks if self.has_states else ():
             assert chunk.state is not None
             source = chunk.state.source
-            assert (source is None) == (chunk.start == 0), "only the first chunk of a prompt has no state"
+            assert (source is None) == (chunk.start == 0), "only the first chunk of a prompt starts without a state"
             if source is not None:
                 assert self.states[source] == _seen(chunk, chunk.start - 1), "a slot holds another prefix's state"
-        written = [(slot, _seen(chunk, at - 1)) for chunk in chunks if chunk.state for at, slot in chunk.state.writes]
+        written = [(slot, _seen(chunk, end - 1)) for chunk in chunks if chunk.state for end, slot in chunk.state.writes]
         assert len(dict(written)) == len(written), "a slot is written twice"
         self.states.update(written)
 
@@ -113,18 +114,18 @@ class FakeRunner:
 
 
 def with_tokens(chunks: Sequence[Chunk], input_ids: torch.Tensor) -> list[Chunk]:
-    """Return prepared chunks with the tokens that are known only when they are started."""
+    """Return prepared chunks with the tokens that are known only when their step starts."""
     completed, start = [], 0
     for chunk in chunks:
-        mine = tokens(input_ids[start : start + chunk.num_tokens].tolist())
-        completed.append(dataclasses.replace(chunk, tokens=chunk.tokens[: chunk.start * 4] + mine))
+        chunk_tokens = tokens(input_ids[start : start + chunk.num_tokens].tolist())
+        completed.append(dataclasses.replace(chunk, tokens=chunk.tokens[: chunk.start * 4] + chunk_tokens))
         start += chunk.num_tokens
-    assert start == len(input_ids), f"{len(input_ids)} tokens for {start}"
+    assert start == len(input_ids), f"{len(input_ids)} input ids for chunks of {start} tokens"
     return completed
 
 
 def next_token(tokens: bytes, adapter: str = "") -> int:
-    """Return the fake model's answer to a prompt."""
+    """Return the token that the fake model predicts after a prompt."""
     return (sum(tokens) + sum(adapter.encode())) % VOCAB_SIZE
 
 
@@ -137,6 +138,7 @@ def continuation(ids: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def _seen(chunk: Chunk, position: int) -> Seen:
+    """Return what a slot holds after the token at `position` is computed: the adapter and all tokens up to it."""
     adapter = _adapter_at(chunk, position)
     return f"{adapter}@{chunk.adapter_from}" if adapter else "", bytes(chunk.tokens[: (position + 1) * 4])
 

@@ -24,7 +24,7 @@ def make_tree(block_size: int) -> RadixTree:
 
 
 def packed(*block_ids: int) -> bytes:
-    """Return block ids as nodes keep them."""
+    """Return block ids as nodes of the radix tree store them: int32 bytes."""
     return np.array(block_ids, dtype=np.int32).tobytes()
 
 

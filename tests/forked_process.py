@@ -40,17 +40,18 @@ class ForkedProcess:
     ) -> None:
         python, option, *program = command
         assert (python, option) == (sys.executable, "-m")
-        printed, stdout = _FORKED.Pipe(duplex=False)
-        errors = Connection(os.dup(stderr.fileno()), readable=False)
-        place = (os.getcwd(), dict(os.environ))
+        output, child_stdout = _FORKED.Pipe(duplex=False)
+        child_stderr = Connection(os.dup(stderr.fileno()), readable=False)
         self._process = _FORKED.Process(
-            target=_run, args=(program, stdout, errors, start_new_session, place), daemon=True
+            target=_run,
+            args=(program, child_stdout, child_stderr, start_new_session, os.getcwd(), dict(os.environ)),
+            daemon=True,
         )
         self._process.start()
-        for each in (stdout, errors):
-            each.close()
-        with printed:
-            self.stdout = os.fdopen(os.dup(printed.fileno()), encoding="utf-8")
+        for connection in (child_stdout, child_stderr):
+            connection.close()
+        with output:
+            self.stdout = os.fdopen(os.dup(output.fileno()), encoding="utf-8")
 
     def __enter__(self) -> ForkedProcess:
         return self
@@ -86,7 +87,8 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal if the process still runs."""
         if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended just now, as in `subprocess.Popen`
+            # The process may have just ended, which `subprocess.Popen` ignores as well.
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
@@ -99,17 +101,21 @@ class ForkedProcess:
 
 
 def _run(
-    program: list[str], stdout: Connection, errors: Connection, has_session: bool, place: tuple[str, dict[str, str]]
+    program: list[str],
+    stdout: Connection,
+    stderr: Connection,
+    start_new_session: bool,
+    directory: str,
+    environment: dict[str, str],
 ) -> None:
     """Run the program in this process, with the given standard output, standard error, directory and environment."""
-    if has_session:
+    if start_new_session:
         os.setsid()
-    folder, environment = place
-    os.chdir(folder)
+    os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
-    for number, each in enumerate((stdout, errors), start=1):
-        os.dup2(each.fileno(), number)
-        each.close()
+    for file_descriptor, connection in enumerate((stdout, stderr), start=1):
+        os.dup2(connection.fileno(), file_descriptor)
+        connection.close()
     sys.argv = program
     runpy.run_module(program[0], run_name="__main__", alter_sys=True)

@@ -9,7 +9,7 @@ PATIENCE_S = 120.0  # for something that takes milliseconds on an idle machine
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Return when `condition()` holds. It is checked a hundred times per second."""
+    """Return when `condition()` holds; call it a hundred times per second."""
     end_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end_s, f"the condition did not hold within {PATIENCE_S:.0f} s"

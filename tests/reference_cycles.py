@@ -10,15 +10,15 @@ from typing import Any
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[list[Any]]:
-    """Yield a list, which at the end has all objects that only the garbage collector could free."""
-    found: list[Any] = []
+    """Yield an empty list. When the block ends, it receives the objects that only the garbage collector can free."""
+    cyclic_garbage: list[Any] = []
     gc.collect()
     gc.disable()
     try:
-        yield found
+        yield cyclic_garbage
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        found += gc.garbage
+        cyclic_garbage += gc.garbage
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -17,12 +18,12 @@ def test_a_file_is_created_and_replaced_for_its_owner_only(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == ["day.json"]
 
 
-def test_a_write_that_fails_leaves_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_previous_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "day.json"
     replace_file(path, b"first")
 
     def fail(_: int) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", fail)
@@ -34,9 +35,14 @@ def test_a_write_that_fails_leaves_the_previous_file(tmp_path: Path, monkeypatch
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda _: done.append("fsync"))
+    calls: list[str] = []
     replace = Path.replace
-    monkeypatch.setattr(Path, "replace", lambda path, target: (done.append("rename"), replace(path, target))[1])
+
+    def record_rename(path: Path, target: Path) -> Path:
+        calls.append("rename")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", lambda _: calls.append("fsync"))
+    monkeypatch.setattr(Path, "replace", record_rename)
     replace_file(tmp_path / "day.json", b"data")
-    assert done == ["fsync", "rename", "fsync"]
+    assert calls == ["fsync", "rename", "fsync"]  # the file, its name, the directory

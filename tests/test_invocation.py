@@ -14,7 +14,7 @@ IDS = [5, 0, MAX_INVOKED_VOCAB - 1, 7]
 def test_tokens_before_the_invocation_are_unchanged() -> None:
     marks = InvocationMarks()
     marks.add("one")
-    marked = marks.invocation("one", 2).marked(tokens(IDS))
+    marked = marks.invocation("one", 2).marked(tokens(IDS))  # 4 bytes per token
     assert marked[:8] == tokens(IDS[:2])
     assert marked[8:] != tokens(IDS[2:])
     assert strip_marks(marked) == tokens(IDS)
@@ -29,23 +29,27 @@ def test_no_two_adapters_give_a_token_the_same_mark(start: int) -> None:
     digests = [f"digest {number}" for number in range(300)]
     for digest in digests:
         marks.add(digest)
-    marked = {marks.invocation(digest, start).marked(tokens(IDS)) for digest in digests}
-    assert len({each[4 * position : 4 * position + 4] for each in marked for position in range(start, 4)}) == 300 * (
-        4 - start
-    )
-    assert {marks.digest_of(each) for each in marked} == set(digests)
+    marked_prompts = {marks.invocation(digest, start).marked(tokens(IDS)) for digest in digests}
+    marked_tokens = {
+        prompt[4 * position : 4 * position + 4] for prompt in marked_prompts for position in range(start, len(IDS))
+    }
+    assert len(marked_tokens) == len(digests) * (len(IDS) - start)
+    assert {marks.digest_of(prompt) for prompt in marked_prompts} == set(digests)
 
 
-def test_content_keeps_its_mark() -> None:
+def test_an_adapter_that_is_added_again_keeps_its_mark() -> None:
     marks = InvocationMarks()
-    for digest in ("one", "two", "one"):
+    marks.add("one")
+    first_mark = marks.invocation("one", 0).mark
+    for digest in ("two", "one"):
         marks.add(digest)
+    assert marks.invocation("one", 0).mark == first_mark
     assert marks.invocation("one", 0).mark != marks.invocation("two", 0).mark
     assert marks.has("one")
     assert not marks.has("three")
 
 
-def test_unmarked_ids_are_the_base_models() -> None:
+def test_unmarked_tokens_belong_to_the_base_model() -> None:
     huge = tokens([1, 2**32 - 1])
     assert InvocationMarks().digest_of(huge) == ""
     assert InvocationMarks().num_plain(huge) == 2
@@ -60,4 +64,4 @@ def test_marks_run_out_with_an_error() -> None:
     assert marks.digest_of(last) == str(MAX_INVOKED_ADAPTERS - 1)
     with pytest.raises(TooManyAdapters, match="until the next start"):
         marks.add("one more")
-    marks.add("0")
+    marks.add("0")  # this adapter has a mark, so it can still be added

@@ -21,16 +21,16 @@ _NASTY = (
 
 
 def _fuzzed(seed: int, num_namespaces: int) -> list[Namespace]:
-    """Make namespaces of nasty names, and others in which one name moved to another field, or was joined with it."""
-    rng, made = random.Random(seed), []
+    """Make triples of namespaces: one with nasty names, one with two of its names swapped, one with the two joined."""
+    rng, namespaces = random.Random(seed), []
     for _ in range(num_namespaces // 3):
         fields = [rng.choice(_NASTY) for _ in FIELDS]
         first, second = rng.sample(range(len(FIELDS)), 2)
         swapped, joined = list(fields), list(fields)
         swapped[first], swapped[second] = fields[second], fields[first]
         joined[first], joined[second] = "", fields[first] + fields[second]
-        made += [Namespace(*fields), Namespace(*swapped), Namespace(*joined)]
-    return made
+        namespaces += [Namespace(*fields), Namespace(*swapped), Namespace(*joined)]
+    return namespaces
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -71,19 +71,22 @@ def test_a_namespace_does_not_change() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_fuzzed_fields_never_meet(seed: int) -> None:
+def test_fuzzed_namespaces_never_share_an_identifier(seed: int) -> None:
     fuzzed = _fuzzed(seed, 6_000)
     different = {tuple(each) for each in fuzzed}
     assert len(set(fuzzed)) == len(different) > 5_000
     assert len({each.seed for each in fuzzed}) == len(different)
-    numbers = NamespaceIds()
-    assert len({numbers.of(each) for each in fuzzed}) == len(different)
-    of_one_model = {each._replace(model="model") for each in fuzzed}  # as in one process
+    opaque_ids = NamespaceIds()
+    assert len({opaque_ids.of(each) for each in fuzzed}) == len(different)
+    # In one process, all namespaces have the same model. Chance does not produce tenant a's own namespace.
+    of_one_model = {each._replace(model="model") for each in fuzzed} | {Namespace("model", "a")}
     identities = Identities(tenant="a")
-    published = {each: identities.of(each) for each in of_one_model}
-    assert len({each.root for each in published.values()}) == len(of_one_model)
-    assert len({each.cache_salt for each in published.values()}) == len(of_one_model)
-    assert {each[1:] for each, identity in published.items() if not identity.cache_salt} <= {("a", "", "", "")}
+    identity_of = {each: identities.of(each) for each in of_one_model}
+    assert len({identity.root for identity in identity_of.values()}) == len(of_one_model)
+    assert len({identity.cache_salt for identity in identity_of.values()}) == len(of_one_model)
+    # Only tenant a's namespace without adapter, salt and public prefix can be matched by tokens alone.
+    without_salt = {namespace for namespace, identity in identity_of.items() if not identity.cache_salt}
+    assert without_salt == {Namespace("model", "a")}
 
 
 def test_tokens_cached_under_fuzzed_fields_are_found_under_no_others() -> None:
@@ -91,13 +94,13 @@ def test_tokens_cached_under_fuzzed_fields_are_found_under_no_others() -> None:
     cache = PrefixCache(2 * len(namespaces), 4)
     for namespace in namespaces[::3]:
         publish(cache, "abcdef", namespace)
-    found = [cache.match(each, spell("abcdefgh")).cached_tokens for each in namespaces]
-    assert found == [0 if number % 3 else 6 for number in range(len(namespaces))]
+    cached_tokens = [cache.match(each, spell("abcdefgh")).cached_tokens for each in namespaces]
+    assert cached_tokens == [0 if index % 3 else len("abcdef") for index in range(len(namespaces))]
     cache.check()
 
 
 @pytest.mark.parametrize("name", _NASTY)
-def test_no_name_of_a_client_means_a_public_prefix(name: str) -> None:
+def test_no_name_that_a_client_sends_selects_a_public_prefix(name: str) -> None:
     namespace = Namespace("model", PUBLIC_TENANT, name, name)
     assert not namespace.is_among(None, None, None)
     assert not namespace.is_among(PUBLIC_TENANT, name, name)

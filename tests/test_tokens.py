@@ -19,13 +19,13 @@ from tests.fakes import spell
         ("abc", "Xbc", 0),
     ],
 )
-def test_runs_are_equal_up_to_the_first_token_that_differs(segment: str, prompt: str, num_tokens: int) -> None:
+def test_shared_bytes_end_at_the_first_token_that_differs(segment: str, prompt: str, num_tokens: int) -> None:
     assert shared_bytes(spell(segment), spell(prompt), 0) == num_tokens * 4
     assert shared_bytes(spell(segment), spell("......." + prompt), 7 * 4) == num_tokens * 4
 
 
 @pytest.mark.parametrize("difference", [0, 1, 17, 37, 4095, 4096, 4097, 36_863, 36_864, 36_865, 49_999])
-def test_a_difference_in_a_long_run_is_found_to_the_token(difference: int) -> None:
+def test_a_difference_in_a_long_segment_is_found_to_the_token(difference: int) -> None:
     segment = np.arange(50_000, dtype="<u4")
     other = segment.copy()
     other[difference] += 1

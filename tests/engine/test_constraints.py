@@ -45,7 +45,7 @@ def test_only_allowed_tokens_are_sampled(temperature: float, started: list[Risin
     assert len(token_ids) == 12
     assert future.result(0).finish_reason is FinishReason.LENGTH
     (matcher,) = started
-    assert matcher.num_asked == 12, "once a token"
+    assert matcher.num_masks == 12, "one mask per token"
     assert tuple(matcher.accepted) == token_ids
 
 

@@ -26,7 +26,10 @@ ACME = Use(
 
 
 def accounted_engine(path: Path, **tenants: Use) -> FakeEngine:
-    """Return an engine whose tenants used something today, and acme something on the 1st and in October."""
+    """Return an engine with the given use per tenant today, and use of acme on November 1 and on October 29.
+
+    The keyword `_` is the tenant without a name, and underscores of other keywords are removed.
+    """
     engine = FakeEngine()
     files = DayFiles.open(path)
     files.write(TODAY - 27, DayUse(100.0, {"acme": Use(requests=10)}))

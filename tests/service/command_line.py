@@ -32,7 +32,7 @@ def run_cli(capsys, engine, *arguments, model_path: str | None = None) -> tuple[
 
 
 def usage_error(capsys, *arguments) -> str:
-    """Run a command whose arguments do not parse; return its line on stderr."""
+    """Run a command whose arguments do not parse; return the line that it prints on stderr."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     out, err = capsys.readouterr()
@@ -44,7 +44,7 @@ def usage_error(capsys, *arguments) -> str:
 
 @contextlib.contextmanager
 def fake_service(*arguments, gate: str = "open") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A service in a process of its own, see serve_fake.py; yields the process and its address."""
+    """Run a service with a fake engine in a process of its own (serve_fake.py); yield the process and its address."""
     command = [sys.executable, LAUNCHER, gate, "serve", "--port", "0", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(
@@ -62,14 +62,14 @@ def fake_service(*arguments, gate: str = "open") -> Iterator[tuple[subprocess.Po
 
 
 def launch(*arguments, stdin: bytes = b"") -> tuple[int, str, str]:
-    """Run Python with these arguments to its end; return its exit code, stdout and stderr."""
+    """Run Python with these arguments until it exits; return its exit code, stdout and stderr."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, input=stdin, timeout=PATIENCE_S, check=False)
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
+    completed = subprocess.run(command, capture_output=True, input=stdin, timeout=PATIENCE_S, check=False)
+    return completed.returncode, completed.stdout.decode(), completed.stderr.decode()
 
 
-def install(monkeypatch, build_engine) -> None:
-    """Put `build_engine` in the place of the real one."""
+def replace_build_engine(monkeypatch, build_engine) -> None:
+    """Let `radixkv serve` in this process build its engine with `build_engine`."""
     stand_in = ModuleType("radixkv.startup.build_engine")
     stand_in.build_engine = build_engine
     monkeypatch.setitem(sys.modules, "radixkv.startup.build_engine", stand_in)

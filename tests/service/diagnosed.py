@@ -10,17 +10,20 @@ from tests.fakes import FakeClock
 from tests.service.fake_engine import FakeEngine
 
 SAMPLE = Sample(
-    (7, 8),
-    "build ",
-    Side((1, 2, 3), 2, "4f2a9c1", " tools", 7),
-    Side((4, 5, 3), 2, "b07e55d", " tools", None),
-    "",
-    "",
+    before_ids=(7, 8),
+    text_before="build ",
+    prompt=Side((1, 2, 3), num_different=2, text="4f2a9c1", text_after=" tools", span=7),
+    earlier=Side((4, 5, 3), num_different=2, text="b07e55d", text_after=" tools", span=None),
+    where="",
+    earlier_where="",
 )
 RANDOM_ID = Finding(
-    GroupKey(MissCause.RANDOM_ID, "tokens 16 to 255", "7 hexadecimal digits"), 37, 61_000, sample=SAMPLE
+    GroupKey(MissCause.RANDOM_ID, "tokens 16 to 255", "7 hexadecimal digits"),
+    position=37,
+    lost_tokens=61_000,
+    sample=SAMPLE,
 )
-SALT_CHANGED = Finding(GroupKey(MissCause.SALT_CHANGED), 0, 500, is_bound=True)
+SALT_CHANGED = Finding(GroupKey(MissCause.SALT_CHANGED), position=0, lost_tokens=500, is_bound=True)
 COUNTS = MissCounts(
     prompts=20,
     prompt_tokens=1_000_000,

@@ -82,13 +82,14 @@ class FakeEngine:
 
     Attributes:
         params: all PrefillParams that were received, in order.
-        futures: all futures returned by `prefill`, in order.
+        futures: all futures returned by `prefill` and `generate`, in order.
         cache: what `segments` lists; requests do not change it.
         stored: the index of the store `host`, from which `segments` lists its blocks.
+        samplings: the Sampling of every call of `generate`, in order.
         retentions, hints, purges: the arguments of every call of `retain`, `hint` and `purge`, in order.
         loads: the prompts that hints have loaded, with the names of their sessions.
-        refusal: raised by the next calls at once.
-        failure: set on the future of the next calls.
+        refusal: raised at once by `prefill`, `generate` and `look_up`; None to accept calls.
+        failure: set on the futures of `prefill` and `generate` instead of a result; None for no failure.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class FakeEngine:
         self.num_logits = num_logits
         self.is_healthy = self.is_alive = self.can_recover = True
         self.is_gated = is_gated
-        self.is_hanging = False  # `load` is never answered
+        self.is_hanging = False  # while it is true, `load` and calls through `_call` are never answered
         self.is_started = self.is_stopped = self.is_draining = False
         self.params = []
         self.futures = []
@@ -161,7 +162,7 @@ class FakeEngine:
         return future
 
     def generate(self, params, sampling, on_tokens, fetched=None) -> Future:
-        """Report one token after another from a separate thread; while the gate is closed, all but the last."""
+        """Pass every token but the last to `on_tokens`, on a separate thread. The result waits for the gate to open."""
         if self.is_draining:
             raise Draining("service: shutting down")
         if self.refusal is not None:
@@ -178,26 +179,29 @@ class FakeEngine:
     def _generate(self, future, params, sampling, on_tokens) -> None:
         ids = np.frombuffer(params.tokens, dtype="<u4").tolist()
         generated, num_streamed = [], 0
-        is_finished = threading.Event()
-        future.watch_finish(is_finished.set)
-        while len(generated) < sampling.max_new_tokens and not future.cancelled() and not is_finished.is_set():
+        finish_requested = threading.Event()
+        future.watch_finish(finish_requested.set)
+        while len(generated) < sampling.max_new_tokens and not future.cancelled() and not finish_requested.is_set():
             generated.append(next_token_of(ids))
             ids.append(generated[-1])
             usage = Usage(len(ids) - len(generated), 0, len(ids) - len(generated), 0, len(generated))
             if generated[-1] in sampling.stop_token_ids:
                 break
             if len(generated) < sampling.max_new_tokens:
-                of_prompt = _prompt_logprobs_of(ids, usage, sampling) if len(generated) == 1 else ()
-                on_tokens(GeneratedTokens((generated[-1],), usage, _logprobs_of(generated[-1:], sampling), of_prompt))
+                logprobs = _logprobs_of(generated[-1:], sampling)
+                prompt_logprobs = _prompt_logprobs_of(ids, usage, sampling) if len(generated) == 1 else ()
+                on_tokens(GeneratedTokens((generated[-1],), usage, logprobs, prompt_logprobs))
                 num_streamed += 1
-        while self.is_gated and not future.cancelled() and not is_finished.is_set():
+
+        while self.is_gated and not future.cancelled() and not finish_requested.is_set():
             time.sleep(0.001)
+
         if not future.set_running_or_notify_cancel():
             return
         if self.failure is not None:
             future.set_exception(self.failure)
             return
-        has_stopped = is_finished.is_set() or generated[-1] in sampling.stop_token_ids
+        has_stopped = finish_requested.is_set() or generated[-1] in sampling.stop_token_ids
         reason = FinishReason.STOP if has_stopped else FinishReason.LENGTH
         retained = None if params.retention is None else _retained(params.retention)
         future.set_result(
@@ -279,7 +283,7 @@ class FakeEngine:
     def load(self) -> Future:
         future = Future()
         if not self.is_hanging:
-            future.set_result(self._load())
+            future.set_result(self._engine_load())
         return future
 
     def _call(self, function, tenant=None) -> Future:
@@ -308,7 +312,7 @@ class FakeEngine:
     def stats(self, max_tenants=100, tenant=None) -> Future:
         future = Future()
         stats = EngineStats(
-            load=self._load(),
+            load=self._engine_load(),
             uptime_s=1.5,
             tokens=TokenStats(prompt=100, cached=60, computed=40, written=30, generated=20, recomputed=10),
             segments=11,
@@ -329,7 +333,7 @@ class FakeEngine:
             "warp-specialized attention", captured_steps=30, dropped_steps=2, used_bytes=3, total_bytes=8
         )
 
-    def _load(self) -> EngineLoad:
+    def _engine_load(self) -> EngineLoad:
         return EngineLoad(
             blocks=BlockStats(
                 total=10, free=5, leased=2, published=3, pinned=1, retained=2, retainable=4, on_probation=3
@@ -359,8 +363,8 @@ class FakeEngine:
         self.is_draining = True
         with self._changed:
             is_done = self._changed.wait_for(lambda: not self._running, timeout_s)
-            rest = list(self._running)
-        for future, _ in rest:
+            unfinished = list(self._running)
+        for future, _ in unfinished:
             future.cancel()
         return is_done
 
@@ -368,20 +372,16 @@ class FakeEngine:
         self.is_stopped = True
 
     def open_gate(self) -> None:
-        """Let running requests finish, and later ones through."""
+        """Answer running requests, and answer later requests at once."""
         self.is_gated = False
         with self._changed:
             running = list(self._running)
         for future, params in running:
             self._answer(future, params)
 
-    def wait_until_running(self, count: int) -> bool:
+    def _forget(self, finished: Future) -> None:
         with self._changed:
-            return self._changed.wait_for(lambda: len(self._running) == count, 120)
-
-    def _forget(self, done: Future) -> None:
-        with self._changed:
-            self._running = [(future, params) for future, params in self._running if future is not done]
+            self._running = [(future, params) for future, params in self._running if future is not finished]
             self._changed.notify_all()
 
     def _answer(self, future: Future, params) -> None:
@@ -420,18 +420,19 @@ class FakeEngine:
         )
 
     def _cached_tokens(self, tokens: bytes, caller: Caller) -> int:
+        """Count the tokens that a prompt shares with an earlier one of the caller, at most all tokens but the last."""
         ids = np.frombuffer(tokens, dtype="<u4")
-        longest = 0
-        for prompt in self._prompts.get(caller, ()):
-            other = np.frombuffer(prompt, dtype="<u4")
-            size = min(ids.size, other.size)
-            same = ids[:size] == other[:size]
-            longest = max(longest, size if same.all() else int(np.argmin(same)))
-        return max(0, min(longest, ids.size - 1))
+        longest_prefix = 0
+        for earlier_prompt in self._prompts.get(caller, ()):
+            earlier_ids = np.frombuffer(earlier_prompt, dtype="<u4")
+            size = min(ids.size, earlier_ids.size)
+            is_equal = ids[:size] == earlier_ids[:size]
+            longest_prefix = max(longest_prefix, size if is_equal.all() else int(np.argmin(is_equal)))
+        return max(0, min(longest_prefix, ids.size - 1))
 
 
 def next_token_of(ids) -> int:
-    """Return the answer to a prompt."""
+    """Return the token after a prompt: the sum of its token ids, modulo the size of the vocabulary."""
     return int(np.sum(ids, dtype=np.int64)) % VOCAB_SIZE
 
 
@@ -461,7 +462,7 @@ def _logprobs_of(token_ids, sampling) -> tuple[TokenLogprobs, ...]:
 
 
 def _prompt_logprobs_of(ids, usage, sampling) -> tuple[TokenLogprobs, ...]:
-    """Return the same for the prompt tokens after the first one, if they are requested."""
+    """Return log probabilities that are the negated ids of all prompt tokens but the first, if they are requested."""
     if sampling.prompt_logprobs is None:
         return ()
     prompt_ids = ids[1 : usage.prompt_tokens]

@@ -1,4 +1,4 @@
-"""Reads pages over HTTP, those of errors as well."""
+"""Reads pages over HTTP, including the pages of errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.patience import PATIENCE_S
 
 
 def get(address: str, path: str, method: str = "GET") -> tuple[int, str, Message]:
-    """Status, body and headers of a response."""
+    """Return the status, body and headers of a response."""
     request = urllib.request.Request(f"http://{address}{path}", method=method)
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:

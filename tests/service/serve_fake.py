@@ -1,7 +1,9 @@
 """The `radixkv` command with a fake engine: `python serve_fake.py GATE serve --port 0`.
 
-GATE is `open`; `shut`, then requests run until SIGUSR1 comes or until they are cancelled; or `slow`, then the engine
-stops only when SIGUSR1 comes.
+GATE is one of
+- `open`: requests are answered at once,
+- `shut`: requests run until the process receives SIGUSR1 or until they are cancelled,
+- `slow`: like `shut`, and the engine does not stop before the process receives SIGUSR1.
 """
 
 import signal

@@ -16,7 +16,8 @@ from radixkv.service.server.optional_services import AddService
 from radixkv.service.server.server import Server
 from tests.patience import PATIENCE_S
 
-# The start of a program that runs as on the base install: what only the extra `engine` brings can't be imported.
+# The first lines of a program. Modules that only the extra `engine` installs can then not be imported, as on the base
+# installation.
 WITHOUT_ENGINE = """
 import importlib.abc, sys
 class Refuse(importlib.abc.MetaPathFinder):
@@ -71,8 +72,8 @@ async def deadline_refusal(engine, call: Callable[[float], Awaitable[Any]]) -> g
     On a busy machine, the deadline may pass earlier. The call is then repeated with a longer one.
 
     Args:
-        engine: gated, and has had no call.
-        call: makes it, with this deadline.
+        engine: a gated engine that has received no call.
+        call: makes the call, with the given timeout in seconds.
     """
     timeout_s = 0.1
     while True:
@@ -83,10 +84,10 @@ async def deadline_refusal(engine, call: Callable[[float], Awaitable[Any]]) -> g
 
 
 async def becomes_true(condition: Callable[[], bool]) -> bool:
-    """Whether `condition()` holds soon."""
-    end = asyncio.get_running_loop().time() + PATIENCE_S
+    """Return whether `condition()` becomes true within `PATIENCE_S` seconds."""
+    end_s = asyncio.get_running_loop().time() + PATIENCE_S
     while not condition():
-        if asyncio.get_running_loop().time() > end:
+        if asyncio.get_running_loop().time() > end_s:
             return False
         await asyncio.sleep(0.005)
     return True
@@ -94,33 +95,33 @@ async def becomes_true(condition: Callable[[], bool]) -> bool:
 
 @contextlib.asynccontextmanager
 async def slow_line(address: str) -> AsyncIterator[str]:
-    """Yield an address that leads to `address`; after each piece of an answer the line pauses.
+    """Yield the address of a TCP proxy in front of `address` that pauses after each piece of an answer.
 
-    It passes 6 MB/s, less than a server on a busy machine sends.
+    The proxy passes on 6 MB/s, less than a server on a busy machine sends.
     """
     connections = set()
 
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rest_s: float) -> None:
-        with contextlib.suppress(OSError):  # one end is closed; the other is notified
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pause_s: float) -> None:
+        with contextlib.suppress(OSError):  # one side has closed its connection; `connect` then aborts both
             while piece := await reader.read(65_536):
                 writer.write(piece)
                 await writer.drain()
-                await asyncio.sleep(rest_s)
+                await asyncio.sleep(pause_s)
             writer.write_eof()
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.add(asyncio.current_task())
-        far_reader, far_writer = await asyncio.open_connection(*address.rsplit(":", 1))
+        server_reader, server_writer = await asyncio.open_connection(*address.rsplit(":", 1))
         with contextlib.suppress(asyncio.CancelledError):  # the test is over
-            await asyncio.gather(copy(reader, far_writer, 0), copy(far_reader, writer, 0.01))
+            await asyncio.gather(copy(reader, server_writer, 0), copy(server_reader, writer, 0.01))
         writer.transport.abort()
-        far_writer.transport.abort()
+        server_writer.transport.abort()
 
-    line = await asyncio.start_server(connect, "127.0.0.1", 0)
+    proxy = await asyncio.start_server(connect, "127.0.0.1", 0)
     try:
-        yield "{}:{}".format(*line.sockets[0].getsockname())
+        yield "{}:{}".format(*proxy.sockets[0].getsockname())
     finally:
-        line.close()
+        proxy.close()
         for connection in connections:
             connection.cancel()
         await asyncio.gather(*connections)

@@ -1,4 +1,4 @@
-"""Progress bars on a terminal and elsewhere."""
+"""Progress bars on a terminal, and where standard error is not a terminal."""
 
 from __future__ import annotations
 

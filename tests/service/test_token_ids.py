@@ -44,7 +44,7 @@ def test_a_range_packs():
 
 
 @pytest.mark.parametrize("token_ids", [[], (), np.array([], dtype=np.int64), np.array([])])
-def test_no_ids_pack_to_nothing(token_ids):
+def test_an_empty_sequence_packs_to_no_bytes(token_ids):
     assert pack_token_ids(token_ids) == b""
 
 
@@ -59,7 +59,7 @@ def test_ids_outside_uint32_are_refused(token_ids):
 
 
 @pytest.mark.parametrize("token_ids", [[[1, 2], [3, 4]], np.zeros((2, 2), dtype=int), [[1], [2, 3]]])
-def test_other_than_one_dimension_is_refused(token_ids):
+def test_ids_in_other_than_one_dimension_are_refused(token_ids):
     with pytest.raises(ValueError, match="token_ids: expected one dimension"):
         pack_token_ids(token_ids)
 
@@ -67,16 +67,16 @@ def test_other_than_one_dimension_is_refused(token_ids):
 @pytest.mark.parametrize(
     "token_ids", [[1.0], np.array([1.5]), ["1"], "12", b"12", [None], [True], [2**64, "x"], 7, None, {1, 2}]
 )
-def test_other_things_than_integers_are_refused(token_ids):
+def test_values_other_than_integers_are_refused(token_ids):
     with pytest.raises(TypeError, match="token_ids: expected integers"):
         pack_token_ids(token_ids)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("kind", [PrefillRequest, ProbeRequest])
-def test_written_ids_are_read_back(kind, length):
+@pytest.mark.parametrize("message_type", [PrefillRequest, ProbeRequest])
+def test_written_ids_are_read_back(message_type, length):
     packed = np.random.default_rng(length).integers(0, 2**32, length, dtype=np.uint32).astype("<u4").tobytes()
-    message = kind(tenant="acme", salt="s" * 200)
+    message = message_type(tenant="acme", salt="s" * 200)
     write_token_ids(message, packed)
     assert len(message.token_ids) == length
     assert read_token_ids(message) == packed
@@ -103,13 +103,14 @@ def test_unpacked_ids_and_unknown_fields_are_read_too():
 
 
 def test_fields_in_another_order_are_read_too(monkeypatch):
+    # Without this, the ids are found by the head of their field, where the serialized message usually has it.
     monkeypatch.setattr(token_ids, "length_head", lambda field_number, num_bytes: b"another field")
     message = PrefillRequest(tenant="acme", salt="s", token_ids=[1, 2, MAX_TOKEN_ID])
     assert read_token_ids(message) == struct.pack("<3I", 1, 2, MAX_TOKEN_ID)
 
 
 def peak_bytes(function):
-    """Return the most bytes that Python's allocator held at once for a call."""
+    """Return the peak of the memory that Python allocated during a call."""
     tracemalloc.start()
     try:
         function()
@@ -118,8 +119,9 @@ def peak_bytes(function):
         tracemalloc.stop()
 
 
-def test_reading_makes_no_object_a_token():
+def test_reading_creates_no_python_object_per_token():
     message = PrefillRequest(token_ids=range(8192), tenant="acme")
     read_token_ids(message)
-    assert peak_bytes(lambda: read_token_ids(message)) < 2.5 * 4 * 8192  # the message and the ids in it
-    assert peak_bytes(lambda: list(message.token_ids)) > 8 * 4 * 8192
+    # The serialized message and a copy of its ids have 4 bytes per id; a Python object would have at least 32.
+    assert peak_bytes(lambda: read_token_ids(message)) < 2.5 * 4 * 8192
+    assert peak_bytes(lambda: list(message.token_ids)) > 32 * 8192

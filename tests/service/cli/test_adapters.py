@@ -43,7 +43,7 @@ def test_a_refusal_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.startswith("radixkv: NOT_FOUND: adapter: expected")
 
 
-def test_without_an_action_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_without_an_action_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["adapters"])
     assert ended.value.code == 2

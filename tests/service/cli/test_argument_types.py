@@ -46,35 +46,36 @@ def test_a_count_means_the_same_everywhere(text, value):
     "text", ["", "k", "Ki", "-1", "+1", "1.0005k", "1.5", ".5k", "1e3", "8kb", "8 k", "inf", "nan", "²"]
 )
 def test_a_value_that_is_no_count_is_refused(text):
-    for kind in (whole, positive, count, capacities):
+    for parse in (whole, positive, count, capacities):
         with pytest.raises(argparse.ArgumentTypeError, match=r"^expected a whole number from [01]"):
-            kind(text)
+            parse(text)
 
 
-@pytest.mark.parametrize(("kind", "most"), [(count, 2**32 - 1), (positive, 2**31 - 1), (whole, 2**50)])
-def test_a_count_has_a_bound(kind, most):
-    assert kind(str(most)) == most
-    with pytest.raises(argparse.ArgumentTypeError, match=rf" to {most}, such as .*, got {most + 1}$"):
-        kind(str(most + 1))
+@pytest.mark.parametrize(("parse", "maximum"), [(count, 2**32 - 1), (positive, 2**31 - 1), (whole, 2**50)])
+def test_a_count_has_a_bound(parse, maximum):
+    assert parse(str(maximum)) == maximum
+    with pytest.raises(argparse.ArgumentTypeError, match=rf" to {maximum}, such as .*, got {maximum + 1}$"):
+        parse(str(maximum + 1))
     with pytest.raises(argparse.ArgumentTypeError):
-        kind("9" * 5000)
+        parse("9" * 5000)
 
 
 def test_only_some_counts_may_be_zero():
     assert count("0") == 0
-    for kind in (positive, whole):
+    for parse in (positive, whole):
         with pytest.raises(argparse.ArgumentTypeError, match=r"from 1, such as .*, got 0$"):
-            kind("0")
+            parse("0")
 
 
-def shown(text):
+def as_in_message(text):
+    """Return an argument as the messages of errors show it."""
     return text or "an empty string"
 
 
 def test_points_are_0_to_100():
     assert [points(text) for text in ("0", "50", "100")] == [0, 50, 100]
     for text in ("101", "-1", "1k", "", "5.0", "²"):
-        with pytest.raises(argparse.ArgumentTypeError, match=rf"^expected 0 to 100, got {shown(text)}$"):
+        with pytest.raises(argparse.ArgumentTypeError, match=rf"^expected 0 to 100, got {as_in_message(text)}$"):
             points(text)
 
 
@@ -85,21 +86,21 @@ def test_a_share_is_0_to_1():
             share(text)
 
 
-@pytest.mark.parametrize(("kind", "most"), [(period, 86_400), (days, 36_500)])
-def test_a_time_is_above_0_and_bounded(kind, most):
-    assert [kind(text) for text in ("0.5", "1e2", str(most))] == [0.5, 100, most]
-    for text in ("0", "-1", f"{most}.1", "1e300", "inf", "nan", "soon", ""):
+@pytest.mark.parametrize(("parse", "maximum"), [(period, 86_400), (days, 36_500)])
+def test_a_time_is_above_0_and_bounded(parse, maximum):
+    assert [parse(text) for text in ("0.5", "1e2", str(maximum))] == [0.5, 100, maximum]
+    for text in ("0", "-1", f"{maximum}.1", "1e300", "inf", "nan", "soon", ""):
         with pytest.raises(
             argparse.ArgumentTypeError,
-            match=rf"^expected more than 0 and .* {most}, got {shown(text)}$",
+            match=rf"^expected more than 0 and .* {maximum}, got {as_in_message(text)}$",
         ):
-            kind(text)
+            parse(text)
 
 
 def test_processors_may_be_fractions_or_zero():
     assert [processors(text) for text in ("0", "0.5", "8")] == [0, 0.5, 8]
     for text in ("-1", "nan", "inf", "10001", "all", ""):
-        with pytest.raises(argparse.ArgumentTypeError, match=rf"^expected 0 to 10000, got {shown(text)}$"):
+        with pytest.raises(argparse.ArgumentTypeError, match=rf"^expected 0 to 10000, got {as_in_message(text)}$"):
             processors(text)
 
 

@@ -16,6 +16,7 @@ from tests.service.fake_engine import FakeEngine
 
 
 def converse(capsys, monkeypatch, lines, *options, engine=None):
+    """Run `radixkv chat` with these lines on stdin; return the engine, the exit code, stdout and stderr."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     engine = engine or FakeEngine()
     code, out, err = run_cli(capsys, engine, "chat", "--max-new-tokens", "3", *options, model_path="tiny")
@@ -50,35 +51,39 @@ def test_a_turn_that_fails_is_reported_and_removed(capsys, monkeypatch):
     _, code, out, err = converse(capsys, monkeypatch, ["hi", "again"], "--top-p", "2")
     assert (code, out) == (0, "")
     assert err == 2 * "radixkv: INVALID_ARGUMENT: top_p: expected more than 0 and at most 1, got 2.0\n"
-    asked = []
-    ask_once = chat.ChatSession._print_answer
+    conversations = []
+    print_answer = chat.ChatSession._print_answer
 
     def fail_first(self):
-        asked.append([message["content"] for message in self._messages])
-        if len(asked) == 1:
+        conversations.append([message["content"] for message in self._messages])
+        if len(conversations) == 1:
             raise InvalidArgument("no")
-        return ask_once(self)
+        return print_answer(self)
 
     monkeypatch.setattr(chat.ChatSession, "_print_answer", fail_first)
     converse(capsys, monkeypatch, ["hi", "again"])
-    assert asked == [["hi"], ["again"]]
+    assert conversations == [["hi"], ["again"]]
 
 
 def test_an_error_in_the_middle_of_an_answer_starts_on_a_new_line(capsys, monkeypatch):
-    def one_chunk(self):
+    next_chunk = TextAnswer.__next__
+
+    def fail_after_one_chunk(self):
         if self.text:
             raise InvalidArgument("no")
-        return original(self)
+        return next_chunk(self)
 
-    original = TextAnswer.__next__
-    monkeypatch.setattr(TextAnswer, "__next__", one_chunk)
+    monkeypatch.setattr(TextAnswer, "__next__", fail_after_one_chunk)
     _, code, out, err = converse(capsys, monkeypatch, ["hi"])
     assert (code, out.endswith("\n"), len(out) > 1) == (0, True, True)
     assert err == "radixkv: INVALID_ARGUMENT: no\n"
 
 
 def test_a_model_that_cannot_chat_ends_the_command(capsys, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "encode_chat", lambda *_, **__: (_ for _ in ()).throw(ValueError("no template")))
+    def refuse(*_, **__):
+        raise ValueError("no template")
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", refuse)
     _, code, out, err = converse(capsys, monkeypatch, ["hi"])
     assert (code, out, err) == (2, "", "radixkv: chat: no template\n")
 
@@ -90,31 +95,31 @@ def test_there_is_no_output_in_json(capsys, monkeypatch):
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(capsys, monkeypatch):
-    answers = []
+    next_chunk = TextAnswer.__next__
+    calls = []
 
-    def interrupted(self):
-        answers.append(1)
-        if len(answers) == 1:
+    def interrupt_first_answer(self):
+        calls.append(self)
+        if len(calls) == 1:
             raise KeyboardInterrupt
-        return original(self)
+        return next_chunk(self)
 
-    original = TextAnswer.__next__
-    monkeypatch.setattr(TextAnswer, "__next__", interrupted)
+    monkeypatch.setattr(TextAnswer, "__next__", interrupt_first_answer)
     _, code, _, err = converse(capsys, monkeypatch, ["hi", "hi"])
     assert code == 0
     assert err.count("[first token after ") == 1
 
 
 @pytest.mark.usefixtures("forked_servers")
-def test_a_served_model_ends_with_the_chat(capfd, monkeypatch):
+def test_the_server_that_a_chat_starts_ends_with_the_chat(capfd, monkeypatch):
     started = []
     popen = subprocess.Popen
 
-    def watched(*arguments, **options):
+    def popen_and_record(*arguments, **options):
         started.append(popen(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr(subprocess, "Popen", watched)
+    monkeypatch.setattr(subprocess, "Popen", popen_and_record)
     with chat._run_server("tiny") as address:
         host, port = address.split(":")
         assert host == "127.0.0.1"
@@ -125,4 +130,4 @@ def test_a_served_model_ends_with_the_chat(capfd, monkeypatch):
 
 def test_a_server_that_does_not_start_says_why(capfd):
     with pytest.raises(ConfigError, match=r"^model\.path: expected .*/nowhere"), chat._run_server("/nowhere"):
-        pytest.fail("it serves")
+        pytest.fail("the server has started")

@@ -57,7 +57,7 @@ def test_a_file_that_can_not_be_read_is_named_with_its_option(capsys, tmp_path, 
 
 
 @pytest.mark.parametrize("content", [b"", b"junk"])
-def test_a_certificate_that_is_none_is_refused_before_a_call(capsys, tmp_path, content):
+def test_a_file_without_a_certificate_is_refused_before_the_call(capsys, tmp_path, content):
     CredentialFiles(tmp_path)
     (tmp_path / "junk.pem").write_bytes(content)
     tls = ["--tls-ca", str(tmp_path / "ca.pem"), "--certificate", str(tmp_path / "junk.pem")]
@@ -65,7 +65,7 @@ def test_a_certificate_that_is_none_is_refused_before_a_call(capsys, tmp_path, c
     assert capsys.readouterr().err.startswith("radixkv: certificate, key: expected a certificate chain and its private")
 
 
-def test_an_answer_that_does_not_come_in_time_is_exit_code_1(capsys):
+def test_a_call_that_is_not_answered_in_time_is_exit_code_1(capsys):
     engine = FakeEngine(is_gated=True)
     code, _, err = run_cli(capsys, engine, "prefill", "--tokens", "1", "--timeout-s", "0.05")
     assert code == 1
@@ -92,9 +92,11 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch, cap
 
     def talk(address):
         call = ["prefill", "--tokens", "1,2", "--address", address, "--tls-ca", str(credential_files.ca_file)]
-        codes = [main([*call, "--token-file", str(file)]), main(call)]
+        code_with_file = main([*call, "--token-file", str(file)])
+        code_without_token = main(call)
         monkeypatch.setenv("RADIXKV_TOKEN", TOKENS["globex"])
-        return [*codes, main(call)]
+        code_with_variable = main(call)
+        return [code_with_file, code_without_token, code_with_variable]
 
     assert serve_and_call(engine, talk, **credential_files.tls) == [0, 1, 0]
     assert [params.caller.tenant for params in engine.params] == ["acme", "globex"]

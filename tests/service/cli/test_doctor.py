@@ -27,8 +27,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def log_of(tmp_path: Path, *records: Any, name: str = "log.jsonl") -> str:
-    path = tmp_path / name
+def write_log(tmp_path: Path, *records: Any) -> str:
+    """Write records to a log with one JSON object per line; return its path."""
+    path = tmp_path / "log.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
     return str(path)
 
@@ -38,66 +39,75 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return (code, *capsys.readouterr())
 
 
-def texts() -> list[dict[str, Any]]:
+def prompts_with_ids() -> list[dict[str, Any]]:
+    """Return three equal prompts, except for a random id between their two halves."""
     return [{"text": f"{HEAD} id: {each} {TAIL}"} for each in IDS]
 
 
-def conversation(name: str, *more: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    messages = [{"role": "system", "content": f"{HEAD} id: {name}"}, {"role": "user", "content": TAIL}, *more]
+def conversation(random_id: str, *more_messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Return the body of an OpenAI request whose system message ends with an id."""
+    messages = [
+        {"role": "system", "content": f"{HEAD} id: {random_id}"},
+        {"role": "user", "content": TAIL},
+        *more_messages,
+    ]
     return {"messages": messages, "model": "m", **fields}
 
 
-def found_in(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def report_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """Return what `radixkv doctor --json` prints."""
     code, out, err = run(capsys, *arguments, "--json")
     assert code == 0, err
     return json.loads(out)
 
 
-def test_the_text_has_the_advice_and_what_it_saves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    log = log_of(tmp_path, *texts())
+def test_the_text_has_the_advice_and_the_tokens_that_it_saves(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = write_log(tmp_path, *prompts_with_ids())
     code, out, err = run(capsys, log, "--bytes", "--price-per-million-tokens", "1000")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    num_tokens = len(texts()[0]["text"])
-    saved = 2 * (num_tokens - 1 - len(HEAD) - 5)
+    num_tokens = len(prompts_with_ids()[0]["text"])  # one per byte
+    id_start = len(HEAD) + len(" id: ")
+    saved_tokens = 2 * (num_tokens - 1 - id_start)  # by two prompts, of which the last token is always computed
     assert lines[0].startswith(f"3 requests with {3 * num_tokens:,} prompt tokens: ")
     assert lines[1] == "1 request reused nothing, and no earlier prompt with the same content was found."
-    assert lines[3].startswith(f"1. 2 of 3 requests lose {len(TAIL):,} tokens on average at token {len(HEAD) + 5}: ")
+    assert lines[3].startswith(f"1. 2 of 3 requests lose {len(TAIL):,} tokens on average at token {id_start}: ")
     assert lines[3].endswith(": a random id changes: 7 hexadecimal digits.")
     assert "[b07e55d]" in lines[4]
     assert lines[4].endswith(f"{log}:2")
     assert "[4f2a9c1]" in lines[5]
     assert lines[6].startswith("   -> Remove the id from the prompt")
-    assert lines[7].startswith(f"   Saves {saved - 2:,} tokens (") or lines[7].startswith(
-        f"   Saves {saved:,} tokens ("
-    )
+    assert lines[7].startswith(f"   Saves {saved_tokens:,} tokens (")
     assert ", worth " in lines[7]
 
 
 def test_a_log_without_losses_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    log = log_of(tmp_path, {"text": HEAD}, {"text": HEAD + TAIL})
+    log = write_log(tmp_path, {"text": HEAD}, {"text": HEAD + TAIL})
     assert "No cause was found" in run(capsys, log, "--bytes")[1]
 
 
 def test_token_ids_need_no_tokenizer_and_get_text_from_one(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tokenizer: str
 ) -> None:
-    log = log_of(tmp_path, *({"token_ids": [*each["text"].encode()]} for each in texts()))
+    log = write_log(tmp_path, *({"token_ids": [*each["text"].encode()]} for each in prompts_with_ids()))
     code, out, err = run(capsys, log)
     assert code == 0
     assert "a passage changes" in out
     assert err.startswith("note: without --tokenizer")
-    found = found_in(capsys, log, "--tokenizer", tokenizer)  # its ids 0 to 255 are the bytes
-    assert [(each["cause"], each["pattern"]) for each in found["causes"]] == [("RANDOM_ID", "7 hexadecimal digits")]
+    report = report_of(capsys, log, "--tokenizer", tokenizer)  # ids 0 to 255 of this tokenizer are the bytes
+    assert [(each["cause"], each["pattern"]) for each in report["causes"]] == [("RANDOM_ID", "7 hexadecimal digits")]
 
 
-@pytest.mark.parametrize("wrap", [None, "body", "request", "payload"])
-def test_bodies_of_openai_requests(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, tokenizer: str, wrap: str | None
+@pytest.mark.parametrize("field", [None, "body", "request", "payload"])
+def test_bodies_of_openai_requests_are_read_alone_or_in_a_field(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tokenizer: str, field: str | None
 ) -> None:
     bodies = [conversation(each, temperature=0.5, stream=True) for each in IDS]
-    log = log_of(tmp_path, *(bodies if wrap is None else ({wrap: each, "tenant": "acme"} for each in bodies)))
-    (cause,) = found_in(capsys, log, "--tokenizer", tokenizer)["causes"]
+    records = bodies if field is None else [{field: body, "tenant": "acme"} for body in bodies]
+    log = write_log(tmp_path, *records)
+    (cause,) = report_of(capsys, log, "--tokenizer", tokenizer)["causes"]
     assert (cause["cause"], cause["requests"], cause["segments"], cause["place"]) == (
         "RANDOM_ID",
         2,
@@ -106,22 +116,24 @@ def test_bodies_of_openai_requests(
     )
 
 
-def test_bodies_of_requests_to_the_responses_api(
+def test_bodies_of_requests_to_the_responses_api_are_read(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tokenizer: str
 ) -> None:
     call = {"type": "function_call", "name": "read", "arguments": "{}", "call_id": "1"}
     bodies = [
         {"instructions": f"{HEAD} id: {each}", "input": [{"role": "user", "content": TAIL}, call]} for each in IDS
     ]
-    (cause,) = found_in(capsys, log_of(tmp_path, *bodies), "--tokenizer", tokenizer)["causes"]
+    (cause,) = report_of(capsys, write_log(tmp_path, *bodies), "--tokenizer", tokenizer)["causes"]
     assert (cause["cause"], cause["requests"], cause["segments"]) == ("RANDOM_ID", 2, ["system"])
 
 
-def test_bodies_of_anthropic_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path, tokenizer: str) -> None:
-    def body(session: str, tools: str) -> dict[str, Any]:
+def test_bodies_of_anthropic_requests_are_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tokenizer: str
+) -> None:
+    def body(session: str, tool_names: str) -> dict[str, Any]:
         system = [{"type": "text", "text": HEAD, "cache_control": {"type": "ephemeral"}}]
         schemas = [
-            {"name": each, "description": text_of(ord(each)), "input_schema": {"type": "object"}} for each in tools
+            {"name": name, "description": text_of(ord(name)), "input_schema": {"type": "object"}} for name in tool_names
         ]
         call = {"type": "tool_use", "id": "toolu_1", "name": "a", "input": {"path": "x"}}
         result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": TAIL}
@@ -133,12 +145,14 @@ def test_bodies_of_anthropic_requests(capsys: pytest.CaptureFixture[str], tmp_pa
         metadata = {"user_id": f"user_1_account_2_session_{session}"}
         return {"system": system, "tools": schemas, "messages": messages, "max_tokens": 9, "metadata": metadata}
 
-    log = log_of(tmp_path, body("one", "abc"), body("one", "bca"))
-    (cause,) = found_in(capsys, log, "--tokenizer", tokenizer)["causes"]
+    log = write_log(tmp_path, body("one", "abc"), body("one", "bca"))
+    (cause,) = report_of(capsys, log, "--tokenizer", tokenizer)["causes"]
     assert (cause["cause"], cause["pattern"]) == ("REORDERED", "tools")
 
 
-def test_other_fields_of_a_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_fields_of_a_record_decide_which_tokens_it_can_reuse(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     ids = [*range(300)]
     records: list[dict[str, Any]] = [
         {
@@ -159,13 +173,14 @@ def test_other_fields_of_a_record(capsys: pytest.CaptureFixture[str], tmp_path: 
             "segments": [["rules", 60], ["rest", 300]],
         },
     ]
-    found = found_in(capsys, log_of(tmp_path, *records))
-    assert {(each["cause"], each["requests"], each["place"]) for each in found["causes"]} == {
+    report = report_of(capsys, write_log(tmp_path, *records))
+    assert {(each["cause"], each["requests"], each["place"]) for each in report["causes"]} == {
         ("ADAPTER_CHANGED", 2, ""),
         ("NO_WINDOW", 1, ""),
         ("REPLACED", 1, "rules"),
     }
-    assert found["cached_tokens"] == 349 + 299 + 50
+    # The second record continues the first one and its output, the fifth repeats the first, the sixth differs at 50.
+    assert report["cached_tokens"] == 349 + 299 + 50
 
 
 @pytest.mark.parametrize(
@@ -187,7 +202,7 @@ def test_other_fields_of_a_record(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_a_wrong_record_is_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, record: dict[str, Any], error: str
 ) -> None:
-    code, _, err = run(capsys, log_of(tmp_path, {"token_ids": [1, 2]}, record))
+    code, _, err = run(capsys, write_log(tmp_path, {"token_ids": [1, 2]}, record))
     assert code == 2
     assert "log.jsonl:2" in err
     assert error in err
@@ -198,7 +213,7 @@ def test_conversations_that_the_template_rejects_are_written_in_a_plain_form(
 ) -> None:
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
     bodies = [conversation(IDS[0]), conversation(IDS[1], image)]
-    code, out, err = run(capsys, log_of(tmp_path, *bodies), "--tokenizer", tokenizer)
+    code, out, err = run(capsys, write_log(tmp_path, *bodies), "--tokenizer", tokenizer)
     assert code == 0
     assert "(system): a random id changes: 7 hexadecimal digits." in out
     assert err.startswith("note: conversations are written in a plain form")
@@ -206,7 +221,7 @@ def test_conversations_that_the_template_rejects_are_written_in_a_plain_form(
 
 
 def test_texts_without_a_tokenizer_and_a_server_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, _, err = run(capsys, log_of(tmp_path, *texts()), "--address", f"127.0.0.1:{free_port()}")
+    code, _, err = run(capsys, write_log(tmp_path, *prompts_with_ids()), "--address", f"127.0.0.1:{free_port()}")
     assert code == 2
     assert err.startswith("radixkv: --tokenizer: expected a tokenizer for the texts of the log, got none; ")
 
@@ -214,35 +229,37 @@ def test_texts_without_a_tokenizer_and_a_server_are_refused(capsys: pytest.Captu
 def test_texts_for_a_served_model_without_a_tokenizer_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, out, err = run_cli(capsys, FakeEngine(), "doctor", log_of(tmp_path, *texts()))
+    code, out, err = run_cli(capsys, FakeEngine(), "doctor", write_log(tmp_path, *prompts_with_ids()))
     message = "the served model has no tokenizer; pass the tokenizer of the model, or --bytes for texts"
     assert (code, out, err) == (2, "", f"radixkv: --tokenizer: {message}\n")
 
 
 def test_only_the_most_expensive_causes_are_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prompts = [{"text": f"{HEAD} id: {each} {TAIL} at 10:3{index} {MORE}"} for index, each in enumerate(IDS)]
-    out = run(capsys, log_of(tmp_path, *prompts), "--bytes", "--top", "1")[1]
+    out = run(capsys, write_log(tmp_path, *prompts), "--bytes", "--top", "1")[1]
     assert "\n2. " not in out
     assert out.endswith("Further causes that cost less: 1; see --top.\n")
 
 
-def test_seconds_of_a_time_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_time_model_converts_computed_and_saved_tokens_to_seconds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     times = tmp_path / "times.json"
     times.write_text(json.dumps({"token_bytes": 1, "token_s": 0.5}))
-    log = log_of(tmp_path, *texts())
-    found = found_in(capsys, log, "--bytes", "--time-model", str(times))
-    assert found["computed_s"] == found["computed_tokens"] * 0.5
-    assert found["causes"][0]["saved_s"] == found["causes"][0]["saved_tokens"] * 0.5
+    log = write_log(tmp_path, *prompts_with_ids())
+    report = report_of(capsys, log, "--bytes", "--time-model", str(times))
+    assert report["computed_s"] == report["computed_tokens"] * 0.5
+    assert report["causes"][0]["saved_s"] == report["causes"][0]["saved_tokens"] * 0.5
     assert " of computing" in run(capsys, log, "--bytes", "--time-model", str(times))[1]
 
 
 def test_an_empty_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, _, err = run(capsys, log_of(tmp_path))
+    code, _, err = run(capsys, write_log(tmp_path))
     assert (code, "expected at least one prompt, got an empty file" in err) == (2, True)
 
 
 def test_a_conversation_cannot_be_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, _, err = run(capsys, log_of(tmp_path, conversation("1")), "--bytes")
+    code, _, err = run(capsys, write_log(tmp_path, conversation("1")), "--bytes")
     assert (code, "expected a tokenizer for a conversation, got --bytes" in err) == (2, True)
 
 
@@ -265,6 +282,7 @@ def test_causes_in_a_trace_of_simulate_are_classified_by_position(
     code, out, err = run(capsys, str(path))
     assert code == 0
     assert "1 of 2 requests" not in out
+    # 20,479 is 40 blocks of 512 tokens without the last token.
     assert (
         "1 request loses at most 20,479 tokens at token 0: the beginning of the session's previous prompt was changed."
         in out
@@ -273,10 +291,10 @@ def test_causes_in_a_trace_of_simulate_are_classified_by_position(
     assert err.startswith("note: the trace has only ids of blocks")
 
 
-def test_only_the_first_prompts_of_a_log(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert found_in(capsys, log_of(tmp_path, *texts()), "--bytes", "--limit", "2")["requests"] == 2
+def test_limit_reads_only_the_first_prompts_of_a_log(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert report_of(capsys, write_log(tmp_path, *prompts_with_ids()), "--bytes", "--limit", "2")["requests"] == 2
 
 
 def test_a_capacity_below_a_block_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, _, err = run(capsys, log_of(tmp_path, *texts()), "--bytes", "--capacity-tokens", "63")
+    code, _, err = run(capsys, write_log(tmp_path, *prompts_with_ids()), "--bytes", "--capacity-tokens", "63")
     assert (code, "--capacity-tokens: expected at least a block of 64 tokens, got 63" in err) == (2, True)

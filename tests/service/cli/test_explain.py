@@ -16,7 +16,8 @@ SHARED = "You are a helpful assistant. "
 TAIL = " and this is the rest of the prompt, which is long enough to be found again."
 
 
-def caching(*texts: str) -> FakeEngine:
+def engine_caching(*texts: str) -> FakeEngine:
+    """Return an engine in whose cache the base model's prompts of these texts are, with a token per character."""
     engine = FakeEngine()
     for text in texts:
         publish(engine.cache, text, FAKE)
@@ -24,26 +25,28 @@ def caching(*texts: str) -> FakeEngine:
 
 
 def test_the_text_has_the_position_the_difference_and_the_advice(capsys):
-    engine = caching(SHARED + "At 10:32" + TAIL)
+    engine = engine_caching(SHARED + "At 10:32" + TAIL)
     engine.token_s = 0.01
     arguments = ("explain", "--bytes", "--text", SHARED + "At 10:41" + TAIL)
     code, out, err = run_cli(capsys, engine, *arguments, model_path=None)
     assert (code, err) == (0, "")
     lines = out.splitlines()
+    num_shared = len(SHARED + "At 10:")
     assert lines[:2] == [
-        f"{len(SHARED) + 6} of {len(SHARED) + 8 + len(TAIL)} tokens are cached (DIVERGED).",
-        f"The prompt diverges from another cached prompt after {len(SHARED) + 6} tokens:",
+        f"{num_shared} of {len(SHARED + 'At 10:41' + TAIL)} tokens are cached (DIVERGED).",
+        f"The prompt diverges from another cached prompt after {num_shared} tokens:",
     ]
-    ids = [" ".join(str(ord(each)) for each in text) for text in ("41", "32")]
-    assert [f"[ {each} ]" in line for each, line in zip(ids, lines[3:5], strict=True)] == [True, True]
-    lost = f"The next {len(TAIL)} are equal, but cannot be reused (about 0.76 s of computing)."
+    prompt_line, cached_line = lines[3:5]
+    assert f"[ {ord('4')} {ord('1')} ]" in prompt_line
+    assert f"[ {ord('3')} {ord('2')} ]" in cached_line
+    lost = f"The next {len(TAIL)} are equal, but cannot be reused (about 0.76 s of computing)."  # 0.01 s per token
     spans = "The difference spans 2 tokens of the prompt and 2 of the cached one."
     assert lines[6:9] == ["The prompts have different passages here.", spans, lost]
     assert lines[9].startswith("-> ")
 
 
 def test_texts_are_shown_on_one_line_with_the_difference_in_brackets(capsys):
-    engine = caching(SHARED + "At 10:32\n" + TAIL)
+    engine = engine_caching(SHARED + "At 10:32\n" + TAIL)
     code, out, _ = run_cli(
         capsys, engine, "explain", "--bytes", "--text", SHARED + "At 10:41\n" + TAIL, model_path="tiny"
     )
@@ -54,49 +57,49 @@ def test_texts_are_shown_on_one_line_with_the_difference_in_brackets(capsys):
 
 
 def test_json_has_the_whole_response(capsys):
-    engine = caching("abcdefgh")
+    engine = engine_caching("abcdefgh")
     code, out, _ = run_cli(capsys, engine, "explain", "--tokens", "97,98,7", "--json")
-    found = json.loads(out)
-    assert (code, found["left_at_token"], found["miss_reason"]) == (0, 2, "NONE")
-    assert found["difference"]["branch"]["token_ids"] == [*map(ord, "cdefgh")]
-    assert found["difference"]["kind"] == "UNCLASSIFIED"
+    explanation = json.loads(out)
+    assert (code, explanation["left_at_token"], explanation["miss_reason"]) == (0, 2, "NONE")
+    assert explanation["difference"]["branch"]["token_ids"] == [*map(ord, "cdefgh")]
+    assert explanation["difference"]["kind"] == "UNCLASSIFIED"
 
 
-def test_the_namespace_is_that_of_the_options(capsys):
-    engine = caching("abcdefgh")
+def test_the_options_choose_the_namespace(capsys):
+    engine = engine_caching("abcdefgh")
     out = run_cli(capsys, engine, "explain", "--tokens", "97,98,7,8", "--tenant", "acme")[1]
     assert out.startswith("0 of 4 tokens are cached (COLD). Nothing is cached for this tenant")
 
 
 def test_the_cached_text_can_be_left_out(capsys):
-    engine = caching("abcdefgh")
+    engine = engine_caching("abcdefgh")
     out = run_cli(capsys, engine, "explain", "--tokens", "97,98,7,8", "--omit-cached-text")[1]
     assert "prompt" in out
     assert "\n  cached" not in out
 
 
 def test_a_prompt_that_was_computed_is_explained_too(capsys):
-    engine = caching("abcdefgh", "abXXXXXX")
+    engine = engine_caching("abcdefgh", "abXXXXXX")
     out = run_cli(capsys, engine, "explain", "--bytes", "--text", "abXXXXXX")[1]
     assert out.startswith("7 of 8 tokens are cached, but no other request has used those after the first 2.\n")
 
 
 def test_a_prompt_that_differs_in_its_last_token_only_was_not_computed(capsys):
-    out = run_cli(capsys, caching("abcdefgh"), "explain", "--tokens", "97,98,7")[1]
+    out = run_cli(capsys, engine_caching("abcdefgh"), "explain", "--tokens", "97,98,7")[1]
     assert out.startswith("2 of 3 tokens are cached.\nThe prompt diverges from another cached prompt after 2 tokens:")
 
 
 @pytest.mark.parametrize(
-    ("left_at", "end"),
+    ("left_at", "sentence"),
     [
         (0, "Nothing is cached for this tenant, adapter and salt that the prompt can be compared with."),
         (5, "After 5 tokens the prompt continues what is cached."),
         (9, "The prompt does not diverge from any other cached prompt."),
     ],
 )
-def test_without_a_difference_there_is_no_advice(left_at, end):
+def test_without_a_difference_there_is_no_advice(left_at, sentence):
     response = ExplainResponse(prompt_tokens=9, cached_tokens=left_at, left_at_token=left_at)
-    assert explanation_text(response) == f"{left_at} of 9 tokens are cached. {end}"
+    assert explanation_text(response) == f"{left_at} of 9 tokens are cached. {sentence}"
 
 
 def test_the_segment_is_named():

@@ -65,7 +65,7 @@ def test_a_wrong_number_of_processors_is_refused(flag, value, capsys) -> None:
     assert f"{flag}: expected 0 to 10000, got {value}" in usage_error(capsys, "fleet", f"{flag}={value}")
 
 
-def test_a_host_that_is_not_of_this_machine_is_refused_also_without_a_port(capsys) -> None:
+def test_a_host_that_is_not_of_this_machine_is_refused_even_if_the_port_is_0(capsys) -> None:
     assert main(["fleet", "--host", "192.0.2.1", "--port", "0", "--insecure"]) == 2
     message = "server.host, server.port: expected a free address of this machine, got 192.0.2.1:0"
     assert message in capsys.readouterr().err
@@ -109,15 +109,16 @@ def test_tls_of_replicas_is_that_of_the_server(tmp_path, capsys) -> None:
 
 
 def test_a_missing_package_names_the_extra(monkeypatch, capsys) -> None:
-    real = builtins.__import__
+    original_import = builtins.__import__
 
-    def without_ray(name, *arguments, **named):
+    def import_all_but_ray(name, *arguments, **named_arguments):
         if name.partition(".")[0] == "ray":
             raise ModuleNotFoundError("No module named 'ray'", name="ray")
-        return real(name, *arguments, **named)
+        return original_import(name, *arguments, **named_arguments)
 
     monkeypatch.delitem(sys.modules, "ray", raising=False)
-    monkeypatch.setattr(builtins, "__import__", without_ray)
+    monkeypatch.setattr(builtins, "__import__", import_all_but_ray)
+    # The command sets these variables; `monkeypatch` restores them after the test.
     for name in (
         "RAY_USAGE_STATS_ENABLED",
         "RAY_SERVE_LOG_TO_STDERR",
@@ -126,10 +127,6 @@ def test_a_missing_package_names_the_extra(monkeypatch, capsys) -> None:
     ):
         monkeypatch.setenv(name, "0")
     assert main(["fleet", "--port", "0"]) == 2
-    assert "the package ray is missing" in capsys.readouterr().err
-    assert "pip install '.[ray]'" in main_help(capsys)
-
-
-def main_help(capsys) -> str:
-    main(["fleet", "--port", "0"])
-    return capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "the package ray is missing" in err
+    assert "pip install '.[ray]'" in err

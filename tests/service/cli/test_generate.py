@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-# The fake engine's completion of 7: each token is the sum of all tokens before it, modulo 256.
 from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.errors import StepFailed
 from radixkv.service.cli.main import main
@@ -14,6 +13,7 @@ from tests.service.command_line import run_cli
 from tests.service.fake_engine import FakeEngine
 from tests.service.server.servicers.test_generate import continuation
 
+# The fake engine's completion of 7, an ASCII bell: each token is the sum of all tokens before it, modulo 256.
 BELLS = [7, 14, 28, 56, 112, 224, 192, 128]
 
 
@@ -71,7 +71,7 @@ def test_the_command_refuses_in_one_line(capsys):
 
 
 def test_the_answer_to_a_text_is_the_only_text_on_stdout(capsys):
-    # "0P" is 48 and 80: 128, 0, 0 ... is no text, then NULs.
+    # The bytes of "0P" are 48 and 80. The answer is their sum, 128, which is no UTF-8, and then 0 and 0.
     arguments = ["generate", "--text", "0P", "--max-new-tokens", "3"]
     code, out, err = run_cli(capsys, FakeEngine(), *arguments, model_path="tiny")
     assert (code, out) == (0, "\ufffd\0\0\n")
@@ -94,7 +94,8 @@ def test_a_json_object_has_text_and_token_ids(capsys):
     assert "text" not in json.loads(out)
 
 
-def test_a_string_ends_the_answer_and_is_not_printed(capsys):
+def test_a_stop_string_ends_the_answer_and_is_not_printed(capsys):
+    # The answer to "!", 33, is 33 and 66: "!B".
     options = ["--stop", "no", "--stop", "B", "--max-new-tokens", "400"]
     code, out, err = run_cli(capsys, FakeEngine(), "generate", "--text", "!", *options, model_path="tiny")
     assert (code, out) == (0, "!\n")
@@ -121,7 +122,7 @@ def test_an_error_in_the_middle_of_an_answer_starts_on_a_new_line(capsys, monkey
     engine.failure = StepFailed("step: expected to end, got an error")
 
     class Stdout(io.StringIO):
-        """Lets the engine fail once something is printed."""
+        """Lets the engine fail as soon as something is printed."""
 
         def isatty(self):
             return is_terminal
@@ -146,7 +147,7 @@ def test_an_error_in_the_middle_of_an_answer_leaves_no_json(capsys):
 
 
 @pytest.mark.parametrize("stop", ["", "x" * 257])
-def test_a_string_that_the_server_refuses_is_one_line(capsys, stop):
+def test_a_stop_string_that_the_server_refuses_is_one_line(capsys, stop):
     code, _, err = run_cli(capsys, FakeEngine(), "generate", "--text", "!", "--stop", stop, model_path="tiny")
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith("radixkv: INVALID_ARGUMENT: stop[0]: expected 1 to 256 characters, got ")

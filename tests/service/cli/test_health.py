@@ -18,8 +18,8 @@ from tests.service.server.auth.certificates import CredentialFiles
 from tests.service.serving import serve_and_call
 
 
-def status_of(*arguments: str) -> Callable[[str], int]:
-    """A function that runs the command against an address."""
+def health_command(*arguments: str) -> Callable[[str], int]:
+    """Return a function that runs the command against an address, and returns its exit code."""
 
     def run(address: str) -> int:
         try:
@@ -30,10 +30,10 @@ def status_of(*arguments: str) -> Callable[[str], int]:
     return run
 
 
-def engine(*, is_healthy: bool = True) -> FakeEngine:
-    made = FakeEngine()
-    made.is_healthy = is_healthy
-    return made
+def make_engine(*, is_healthy: bool = True) -> FakeEngine:
+    engine = FakeEngine()
+    engine.is_healthy = is_healthy
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_the_exit_code_says_whether_a_server_serves_with_and_without_tls(
     credential_files: CredentialFiles, capsys: pytest.CaptureFixture[str], is_healthy: bool, has_tls: bool
 ) -> None:
     tls: dict[str, Any] = credential_files.tls if has_tls else {}
-    assert serve_and_call(engine(is_healthy=is_healthy), status_of(), **tls) == (0 if is_healthy else 1)
+    assert serve_and_call(make_engine(is_healthy=is_healthy), health_command(), **tls) == (0 if is_healthy else 1)
     assert capsys.readouterr().out == ("SERVING\n" if is_healthy else "NOT_SERVING\n")
 
 
@@ -55,21 +55,26 @@ def test_a_certificate_of_an_authority_is_verified_if_the_authority_is_given(
     credential_files: CredentialFiles, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert (
-        serve_and_call(engine(), status_of("--tls-ca", str(credential_files.ca_file), "--json"), **credential_files.tls)
+        serve_and_call(
+            make_engine(), health_command("--tls-ca", str(credential_files.ca_file), "--json"), **credential_files.tls
+        )
         == 0
     )
     assert json.loads(capsys.readouterr().out) == {"status": "SERVING"}
-    others = CredentialFiles(tmp_path)
-    assert serve_and_call(engine(), status_of("--tls-ca", str(others.ca_file)), **credential_files.tls) == 1
+    other_authority = CredentialFiles(tmp_path)
+    assert (
+        serve_and_call(make_engine(), health_command("--tls-ca", str(other_authority.ca_file)), **credential_files.tls)
+        == 1
+    )
 
 
 def test_no_token_is_sent_to_a_server_whose_certificate_is_not_verified(
     credential_files: CredentialFiles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[str] = []
+    received_keys: list[str] = []
 
     def check(request: bytes, context: grpc.ServicerContext) -> bytes:
-        seen.extend(str(key) for key, _ in context.invocation_metadata())
+        received_keys.extend(str(key) for key, _ in context.invocation_metadata())
         return Int32Value(value=1).SerializeToString()
 
     server = grpc.server(futures.ThreadPoolExecutor(1))
@@ -80,23 +85,25 @@ def test_no_token_is_sent_to_a_server_whose_certificate_is_not_verified(
     server.start()
     monkeypatch.setenv("RADIXKV_TOKEN", "secret")
     try:
-        assert status_of()(f"127.0.0.1:{port}") == 0
+        assert health_command()(f"127.0.0.1:{port}") == 0
     finally:
         server.stop(None).wait()
-    assert "user-agent" in seen
-    assert "authorization" not in seen
+    assert "user-agent" in received_keys
+    assert "authorization" not in received_keys
 
 
 def test_a_service_has_a_health_of_its_own_and_an_unknown_one_has_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve_and_call(engine(), status_of("--service", "radixkv.v1.PrefillService")) == 0
-    assert serve_and_call(engine(), status_of("--service", "a.B")) == 1
+    assert serve_and_call(make_engine(), health_command("--service", "radixkv.v1.PrefillService")) == 0
+    assert serve_and_call(make_engine(), health_command("--service", "a.B")) == 1
     assert "NOT_FOUND" in capsys.readouterr().err
 
 
 def test_an_address_with_a_scheme_of_grpc_is_tried_with_tls_too(
     credential_files: CredentialFiles, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert serve_and_call(engine(), lambda address: status_of()(f"ipv4:{address}"), **credential_files.tls) == 0
+    assert (
+        serve_and_call(make_engine(), lambda address: health_command()(f"ipv4:{address}"), **credential_files.tls) == 0
+    )
     assert capsys.readouterr().out == "SERVING\n"
 
 
@@ -104,7 +111,7 @@ def test_an_address_with_a_scheme_of_grpc_is_tried_with_tls_too(
 def test_without_a_server_the_exit_code_is_1_and_one_line_says_why(
     capsys: pytest.CaptureFixture[str], address: str
 ) -> None:
-    assert status_of()(address) == 1
+    assert health_command()(address) == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("radixkv: UNAVAILABLE: ")

@@ -12,7 +12,7 @@ from tests.patience import PATIENCE_S
 from tests.service.command_line import launch, usage_error
 
 
-def test_version(capsys):
+def test_the_option_version_prints_the_version(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0
@@ -97,22 +97,21 @@ print("done")
 """
 
 
-def test_help_and_argument_errors_of_no_command_import_grpc():
+def test_no_command_imports_grpc_for_help_or_an_argument_error():
     assert launch("-P", "-c", WITHOUT_GRPC) == (0, "done\n", "")
 
 
 def test_help_lists_every_command(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
+    help_text = " ".join(capsys.readouterr().out.split())
     for name, help_line in COMMANDS.items():
-        assert f" {name} {help_line}" in shown
+        assert f" {name} {help_line}" in help_text
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_is_parsed_alike_whichever_others_are_imported(name):
-    alone, whole = (make_parser(names) for names in ({name}, COMMANDS))
-    assert _help_of(alone, name) == _help_of(whole, name)
+    assert _help_of(make_parser({name}), name) == _help_of(make_parser(COMMANDS), name)
 
 
 def _help_of(parser, name):
@@ -121,6 +120,7 @@ def _help_of(parser, name):
 
 
 def parsers():
+    """Return the parsers of all commands by name."""
     parser = make_parser()
     (commands,) = (each for each in parser._actions if each.nargs == argparse.PARSER)
     return commands.choices
@@ -129,22 +129,22 @@ def parsers():
 @pytest.mark.parametrize("command", parsers())
 def test_help_says_what_every_option_does_and_its_default(command):
     parser = parsers()[command]
-    shown = " ".join(parser.format_help().split())
-    assert not re.search(r"\(default: \)|\bsigterm\b|\blora\b|\bNone\b", shown)
+    help_text = " ".join(parser.format_help().split())
+    assert not re.search(r"\(default: \)|\bsigterm\b|\blora\b|\bNone\b", help_text)
     for action in parser._actions:
         assert action.help, action.dest
-        required = (
+        is_required = (
             action.required
             or not action.option_strings
             or any(group.required and action in group._group_actions for group in parser._mutually_exclusive_groups)
         )
-        if required or action.nargs == 0:  # a required argument, or a flag
+        if is_required or action.nargs == 0:  # nargs is 0 for a flag
             continue
         text = " ".join(parser._get_formatter()._expand_help(action).split())
         assert "(default: " in text, (action.dest, text)
         if action.default not in (None, "", [], {}):
             assert str(action.default) in text.partition("(default: ")[2], (action.dest, text)
-        assert text in shown, action.dest
+        assert text in help_text, action.dest
 
 
 def test_every_command_of_a_client_finds_the_service_where_it_listens_by_default():
@@ -152,21 +152,25 @@ def test_every_command_of_a_client_finds_the_service_where_it_listens_by_default
         assert parsers()[command].get_default("address") == "127.0.0.1:50051"
 
 
-PLAN = (sys.executable, "-m", "radixkv.service", "plan", "--layers", "2", "--kv-heads", "2", "--head-dim", "64")
+PLAN_COMMAND = (sys.executable, "-m", "radixkv.service", "plan", "--layers", "2", "--kv-heads", "2", "--head-dim", "64")
 
 
 def test_a_reader_of_the_output_may_exit_early():
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(PLAN, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False)
+    completed = subprocess.run(
+        PLAN_COMMAND, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False
+    )
     os.close(writer)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (completed.returncode, completed.stderr) == (1, "")
 
 
 def test_output_that_can_not_be_written_is_one_line():
     with open("/dev/full", "w") as full:
-        done = subprocess.run(PLAN, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False)
-    assert (done.returncode, done.stderr) == (1, "radixkv: output: no space left on the device\n")
+        completed = subprocess.run(
+            PLAN_COMMAND, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False
+        )
+    assert (completed.returncode, completed.stderr) == (1, "radixkv: output: no space left on the device\n")
 
 
 def test_the_package_is_the_command():

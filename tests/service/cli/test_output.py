@@ -28,7 +28,7 @@ ANSWER = PrefillResponse(
 )
 
 
-def all_names(descriptor):
+def field_names(descriptor):
     return {field.name for field in descriptor.fields}
 
 
@@ -47,27 +47,29 @@ def test_an_epoch_is_a_string_in_every_response():
 
 
 def test_statistics_hidden_from_a_tenant_are_missing_and_not_0():
-    mine = StatsResponse(blocks=BlockStats(total=10), tenants=[TenantStats(tenant="acme")], block_size=64)
-    tree = json.loads(json_of(mine))
+    acme_stats = StatsResponse(blocks=BlockStats(total=10), tenants=[TenantStats(tenant="acme")], block_size=64)
+    tree = json.loads(json_of(acme_stats))
     assert tree["blocks"] == {"total": 10}
     assert set(tree) == {
         *("model", "device", "epoch", "uptime_s", "block_size", "block_bytes", "kv_dtype", "model_fingerprint"),
         *("blocks", "tenants", "replicas", "sessions"),
     }
     assert tree["tenants"][0]["cached_blocks"] == 0
-    fleet = StatsResponse(replicas=[ReplicaStats(address="a", stats=mine), ReplicaStats(address="b", error="gone")])
-    parts = json.loads(json_of(fleet))["replicas"]
-    assert parts[0]["stats"]["blocks"] == {"total": 10}
-    assert "known_tenants" not in parts[0]["stats"]
-    assert parts[1] == {"address": "b", "error": "gone"}
+    fleet = StatsResponse(
+        replicas=[ReplicaStats(address="a", stats=acme_stats), ReplicaStats(address="b", error="gone")]
+    )
+    replicas = json.loads(json_of(fleet))["replicas"]
+    assert replicas[0]["stats"]["blocks"] == {"total": 10}
+    assert "known_tenants" not in replicas[0]["stats"]
+    assert replicas[1] == {"address": "b", "error": "gone"}
     everything = json.loads(json_of(StatsResponse(requests=RequestStats(), blocks=BlockStats(total=10))))
     assert (everything["blocks"]["free"], everything["known_tenants"], everything["tiers"]) == (0, 0, [])
 
 
 def test_names_are_those_of_the_proto_and_all_plain_fields_are_there():
     tree = json.loads(json_of(ANSWER))
-    assert set(tree) == all_names(ANSWER.DESCRIPTOR) - {"explanation", "lease_expires_at", "retained"}
-    assert set(tree["usage"]) == all_names(ANSWER.usage.DESCRIPTOR)
+    assert set(tree) == field_names(ANSWER.DESCRIPTOR) - {"explanation", "lease_expires_at", "retained"}
+    assert set(tree["usage"]) == field_names(ANSWER.usage.DESCRIPTOR)
     assert tree["miss_reason"] == "DIVERGED"
     assert tree["block_table"] == []
     assert tree["top_logprobs"] == [{"token_id": 7, "logprob": -0.1}]
@@ -79,14 +81,14 @@ def test_a_time_is_a_string():
 
 
 def test_a_prefill_table_says_what_was_reused_and_why():
-    lines = dict(line.rsplit("  ", 1) for line in prefill_table(ANSWER).splitlines())
-    seen = {name.strip(): value for name, value in lines.items()}
-    assert seen["cached"] == "6 tokens (75.0 %)"
-    assert seen["computed"] == "2 tokens"
-    assert seen["miss reason"] == "DIVERGED"
-    assert seen["next token"] == "7"
-    assert seen["queue"] == "1.50 ms"
-    assert seen["logprob of 7"] == "-0.1000"
+    rows = (line.rsplit("  ", 1) for line in prefill_table(ANSWER).splitlines())
+    values = {name.strip(): value for name, value in rows}
+    assert values["cached"] == "6 tokens (75.0 %)"
+    assert values["computed"] == "2 tokens"
+    assert values["miss reason"] == "DIVERGED"
+    assert values["next token"] == "7"
+    assert values["queue"] == "1.50 ms"
+    assert values["logprob of 7"] == "-0.1000"
 
 
 def test_a_table_says_what_was_not_on_the_device():
@@ -118,9 +120,9 @@ def test_a_stats_table_shows_every_number():
     )
     table = stats_table(stats)
     assert "0a1b2c" in table
-    for number in (*range(101, 113), 400, *range(114, 125)):
+    for number in (*range(101, 113), 400, *range(114, 125)):  # all numbers above
         assert str(number) in table, number
-    assert "(28.5 %)" in table
+    assert "(28.5 %)" in table  # 114 of 400 prompt tokens are cached
     assert "121 bytes each, k8v4" in table
 
 

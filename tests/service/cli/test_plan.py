@@ -47,7 +47,7 @@ def model(tmp_path):
     return tmp_path
 
 
-def test_the_tables(capsys):
+def test_a_plan_prints_a_table_for_each_question(capsys):
     arguments = ("--batch", "16", "--block-size", "16", "--context", "35", *CARD, "--shared-prefix", "2Ki")
     out = plan(capsys, *LLAMA_8B, *arguments, "--requests", "1000", "--params-b", "8", "--new-tokens", "128")
     assert (
@@ -127,14 +127,20 @@ states of sequences
 """
         in out
     )
-    numbers = json.loads(plan(capsys, *options, "--memory-gb", "4", "--json"))
-    assert (numbers["state_bytes"], numbers["batch_state_bytes"], numbers["snapshots"]) == (81_920, 655_360, 120)
-    assert numbers["token_bytes"] == 6 * 2 * 8 * 64 * 2
-    assert numbers["user_bytes"] == 1024 * 12_288 + 81_920
-    users = 1_660_000_000 // numbers["user_bytes"]
+    numbers = plan_json(capsys, *options, "--memory-gb", "4")
+    state_bytes = 10 * 2 * 2048 * 2  # layers, inputs, numbers per input, bytes per number
+    assert (numbers["state_bytes"], numbers["batch_state_bytes"]) == (state_bytes, 8 * state_bytes)
+    assert numbers["snapshots"] == 120
+    token_bytes = 6 * 2 * 8 * 64 * 2  # layers, K and V, KV heads, numbers per head, bytes per number
+    assert numbers["token_bytes"] == token_bytes
+    assert numbers["user_bytes"] == 1024 * token_bytes + state_bytes  # 1,000 tokens in whole blocks of 64
+    free_bytes = 1_660_000_000  # 4 GB of memory without 2.34 GB of weights
+    users = free_bytes // numbers["user_bytes"]
     assert numbers["users"] == users
-    kv_bytes = numbers["capacity_tokens"] * 12_288
-    assert kv_bytes * 1.1 + users * 81_920 <= 1_660_000_000 < (kv_bytes + 64 * 12_288) * 1.1 + users * 81_920
+    # The capacity is as large as possible: one block more would not fit. Snapshots get a tenth of the bytes of K/V.
+    kv_bytes = numbers["capacity_tokens"] * token_bytes
+    needed_bytes = kv_bytes * 1.1 + users * state_bytes
+    assert needed_bytes <= free_bytes < needed_bytes + 64 * token_bytes * 1.1
 
 
 TIERS = ("--tier", "host=16GB,disk=200GB,redis=unbounded")
@@ -154,7 +160,7 @@ tiers, blocks of 64 tokens
     )
 
 
-def test_json_of_tiers(capsys):
+def test_json_has_the_numbers_of_each_tier(capsys):
     tree = plan_json(
         capsys, *LLAMA_8B, "--tier", "host=16GB", "--tier", "disk=1k", "--params-b", "8", "--block-size", "16"
     )
@@ -233,10 +239,12 @@ def test_json_is_flat_and_names_units(capsys):
     }
 
 
-def test_json_of_the_optional_groups(capsys):
+def test_json_has_the_optional_groups_that_are_requested(capsys):
     arguments = ("--shared-prefix", "2040", "--requests", "10", "--block-size", "16", "--params-b", "8")
     tree = plan_json(capsys, *LLAMA_8B, *arguments, "--new-tokens", "2", "--context", "1")
     optional = list(tree)[list(tree).index("waste_bytes") + 1 :]
+    # Decoding: 8 x 4096 x 4096 FLOP per computed token for the projections, and 4 x 4096 per pair of a query and a key.
+    # Without a cache, the steps compute 1 + 2 tokens and 1 + 4 pairs; with one, 1 + 1 tokens and 1 + 2 pairs.
     assert {name: tree[name] for name in optional} == {
         "requests": 10,
         "shared_prefix_tokens": 2040,
@@ -258,7 +266,7 @@ def test_json_of_the_optional_groups(capsys):
 
 
 @pytest.mark.parametrize(("context", "user_gb", "users"), [("8Ki", "1.2", 5), ("32Ki", "5", 1)])
-def test_users_of_a_given_size(capsys, context, user_gb, users):
+def test_users_may_have_a_given_size(capsys, context, user_gb, users):
     tree = plan_json(capsys, *LLAMA_8B, *CARD, "--context", context, "--user-gb", user_gb)
     assert tree["users"] == users
 
@@ -269,11 +277,11 @@ def test_a_user_occupies_whole_blocks(capsys):
 
 
 def test_weights_that_do_not_fit_are_reported(capsys):
-    too_much = plan(capsys, *LLAMA_8B, "--memory-gib", "24", "--weights-gb", "16", "--overhead-gb", "16")
-    assert "left for K/V         0 B, 5.80 GiB (6.23 GB) short\n" in too_much
+    out = plan(capsys, *LLAMA_8B, "--memory-gib", "24", "--weights-gb", "16", "--overhead-gb", "16")
+    assert "left for K/V         0 B, 5.80 GiB (6.23 GB) short\n" in out
 
 
-def test_memory_in_gib(capsys):
+def test_memory_may_be_given_in_gib(capsys):
     assert plan_json(capsys, *LLAMA_8B, "--memory-gib", "80", "--weights-gb", "0")["kv_memory_bytes"] == 80 * 2**30
 
 
@@ -285,7 +293,7 @@ def test_a_k_is_1000_tokens_and_a_ki_1024(capsys, text, tokens):
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("float32", "fp32"), ("bfloat16", "bf16"), ("fp8", "fp8")])
-def test_dtypes_have_two_names(capsys, dtype, name):
+def test_dtypes_are_accepted_by_the_names_of_torch_too(capsys, dtype, name):
     assert plan_json(capsys, *LLAMA_8B, "--dtype", dtype)["dtype"] == name
 
 
@@ -315,7 +323,8 @@ def test_weights_of_8_bits_leave_more_for_users(capsys, model):
     (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(2 * 1024 * 512))
     options = ("--model", str(model / "config.json"), "--memory-gib", "1")
     assert plan_json(capsys, *options)["rank_weights_bytes"] == 2 * 1024 * 512 + len(header) + 8
-    assert plan_json(capsys, *options, "--weights", "int8")["rank_weights_bytes"] == 1024 * 512 + 1024 * 8
+    num_bytes = 1024 * 512 + 1024 * 8  # a byte per weight, and 8 bytes per output feature
+    assert plan_json(capsys, *options, "--weights", "int8")["rank_weights_bytes"] == num_bytes
 
 
 def test_windowed_layers_need_the_blocks_of_their_window(capsys, model):
@@ -328,9 +337,11 @@ def test_windowed_layers_need_the_blocks_of_their_window(capsys, model):
     assert "9 of 256 blocks in these layers, 1.38 GiB (1.48 GB) in all layers" in out
     numbers = plan_json(capsys, *arguments)
     block_bytes = 64 * numbers["token_bytes"]
+    # A quarter of the layers needs all 256 blocks of 16 Ki tokens. The others need the 8 blocks of the window, and one
+    # more.
     assert numbers["windowed_sequence_bytes"] == block_bytes * 256 // 4 + block_bytes * 9 * 3 // 4
     assert numbers["windowed_blocks"] == 9
-    assert numbers["other_share"] == 4, "the other layers could have the memory of all"
+    assert numbers["other_share"] == 4, "the other layers may get the memory of all layers"
     assert numbers["windowed_share"] == 1
 
 
@@ -376,7 +387,7 @@ def test_the_latent_of_mla_is_counted(capsys):
     assert re.search(r"^  MLA .* this model$", out, re.MULTILINE)
 
 
-def test_the_kinds_are_the_models_own_where_it_has_them(capsys):
+def test_gqa_and_mla_are_compared_with_the_sizes_of_the_model_if_it_has_them(capsys):
     heads = ("--query-heads", "12", "--head-dim", "32")
     tree = plan_json(capsys, "--layers", "1", *heads, "--kv-heads", "3")
     assert tree["gqa_token_bytes"] == 2 * 3 * 32 * 2
@@ -485,34 +496,34 @@ def test_a_wrong_number_is_one_line_and_exit_code_2(capsys, arguments, words):
 def test_planning_works_where_the_engine_is_not_installed(model):
     program = WITHOUT_ENGINE + "from radixkv.service.cli.main import main\nsys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-P", "-c", program, "plan", "--model", str(model), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["token_bytes"] == 327_680
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert json.loads(completed.stdout)["token_bytes"] == 327_680
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
 
 
-def test_users_are_counted_with_sequences_that_are_served(capsys, model):
+def test_users_are_counted_with_the_longest_sequences_that_are_served(capsys, model):
     """Beyond the original length, longrope changes the K/V of all tokens, so the server refuses longer sequences."""
     config = json.loads((model / "config.json").read_text())
     lengths = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4096}
     (model / "config.json").write_text(json.dumps({**config, **lengths, "rope_scaling": LONGROPE}))
     arguments = ("--model", str(model), "--memory-gb", "200", "--context", "131072")
-    cut = plan_json(capsys, *arguments)
-    assert cut["max_sequence_tokens"] == 4096
-    assert "longrope" in cut["limit_reason"]
+    limited = plan_json(capsys, *arguments)
+    assert limited["max_sequence_tokens"] == 4096
+    assert "longrope" in limited["limit_reason"]
     at_limit = plan_json(capsys, "--model", str(model), "--memory-gb", "200", "--context", "4096")
-    assert {**at_limit, "limit_reason": cut["limit_reason"]} == cut
+    assert {**at_limit, "limit_reason": limited["limit_reason"]} == limited
     text = plan(capsys, *arguments)
     assert "131,072 tokens requested; 4,096 are counted below" in text
     assert 'model.longrope = "long"' in text
     long = plan_json(capsys, *arguments, "--longrope", "long")
     assert "max_sequence_tokens" not in long
-    assert long["users"] < cut["users"]
+    assert long["users"] < limited["users"]
 
 
-def test_a_context_beyond_the_model_is_cut(capsys, model):
+def test_a_context_beyond_the_limit_of_the_model_is_shortened(capsys, model):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
     out = plan(capsys, "--model", str(model))

@@ -18,9 +18,9 @@ def test_prefill_prints_json(capsys):
     answer = json.loads(out)
     assert code == 0
     usage = {"prompt_tokens": 3, "cached_tokens": 0, "computed_tokens": 3, "written_tokens": 3}
-    rest = {"generated_tokens": 0, "recomputed_tokens": 0, "public_tokens": 0}
+    other_counts = {"generated_tokens": 0, "recomputed_tokens": 0, "public_tokens": 0}
     tiers = {"device_tokens": 0, "host_tokens": 0, "disk_tokens": 0, "remote_tokens": 0}
-    assert answer["usage"] == {**usage, **rest, **tiers}
+    assert answer["usage"] == {**usage, **other_counts, **tiers}
     assert len(answer["top_logprobs"]) == 2
 
 

@@ -20,7 +20,7 @@ from radixkv.service.cli.serve import JsonLines
 from radixkv.service.client import Client
 from radixkv.startup.progress import StartProgress
 from tests.patience import PATIENCE_S, wait_until
-from tests.service.command_line import LAUNCHER, fake_service, install, launch
+from tests.service.command_line import LAUNCHER, fake_service, launch, replace_build_engine
 from tests.service.text.tokenizers import write_tiny
 from tests.started_threads import started_threads
 
@@ -50,7 +50,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(capsys, monkeypatch, 
     def build_engine(config, observers, progress):
         raise UnsupportedModel(f"model.dtype: expected float32,\n  got {config.model.dtype}")
 
-    install(monkeypatch, build_engine)
+    replace_build_engine(monkeypatch, build_engine)
     assert main(["serve", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -59,13 +59,13 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(capsys, monkeypatch, 
 
 
 def test_options_override_set_and_set_overrides_the_file(tmp_path, monkeypatch):
-    seen = []
+    configs = []
 
     def build_engine(config, observers, progress):
-        seen.append(config)
+        configs.append(config)
         raise ConfigError("enough")
 
-    install(monkeypatch, build_engine)
+    replace_build_engine(monkeypatch, build_engine)
     file = tmp_path / "radixkv.toml"
     model = tmp_path / 'we"ird\\'
     model.mkdir()
@@ -73,8 +73,8 @@ def test_options_override_set_and_set_overrides_the_file(tmp_path, monkeypatch):
     (model / "model.safetensors").write_bytes(b"")
     file.write_text('[model]\npath = "file"\ndevice = "cpu"\n[server]\nport = 1\nhost = "127.0.0.2"\n')
     main(["serve", "--config", str(file), "--set", "model.path=set", "--set", "server.port=0", "--model", str(model)])
-    assert (seen[0].model.path, seen[0].model.device) == (str(model), "cpu")
-    assert (seen[0].server.port, seen[0].server.host) == (0, "127.0.0.2")
+    assert (configs[0].model.path, configs[0].model.device) == (str(model), "cpu")
+    assert (configs[0].server.port, configs[0].server.host) == (0, "127.0.0.2")
 
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from radixkv.service.cli.main import main; "
@@ -128,6 +128,7 @@ def test_serve_says_what_it_loads_before_torch_is_imported(tmp_path):
     assert (code, last) == (2, f"radixkv: {missing_package('torch', 'engine')}")
 
 
+# Prints the imported modules of those that take long to import, and the text, at the first write to stderr.
 FIRST_WRITE = (
     "import os, sys\n"
     "class FirstWrite:\n"
@@ -143,7 +144,7 @@ FIRST_WRITE = (
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_the_first_line_of_the_log_comes_before_what_takes_long_to_import(log_format):
+def test_the_first_line_of_the_log_is_written_before_large_modules_are_imported(log_format):
     code, out, _ = launch("-P", "-c", FIRST_WRITE, "--log-format", log_format)
     assert code == 0
     assert out.startswith("[] ")
@@ -160,7 +161,7 @@ def test_a_phase_that_takes_long_is_logged_again_until_the_start_ends(monkeypatc
         wait_until(lambda: num_reminders() >= 2)
         raise ConfigError("enough")
 
-    install(monkeypatch, build_engine)
+    replace_build_engine(monkeypatch, build_engine)
     monkeypatch.setattr(serve, "StartProgress", partial(StartProgress, reminder_s=0.01))
     with caplog.at_level(logging.INFO, logger="radixkv"):
         assert main(["serve", "--port", "0"]) == 2
@@ -171,7 +172,7 @@ def test_a_phase_that_takes_long_is_logged_again_until_the_start_ends(monkeypatc
 def test_a_chat_template_that_ends_answers_with_another_token_is_reported(tmp_path, caplog):
     directory = str(write_tiny(tmp_path / "model"))
     with caplog.at_level(logging.WARNING):
-        serve._warn_of_turn_end(directory, {509, 511})
+        serve._warn_of_turn_end(directory, {509, 511})  # 511 is <|im_end|>, with which the template ends answers
         (tmp_path / "config.json").write_text("{}")
         serve._warn_of_turn_end(str(tmp_path), {509})  # no tokenizer
         serve._warn_of_turn_end("tiny", {509})
@@ -181,12 +182,13 @@ def test_a_chat_template_that_ends_answers_with_another_token_is_reported(tmp_pa
     assert message.startswith("the chat template ends answers with <|im_end|> (511), which neither")
 
 
-def test_the_last_line_of_a_start_comes_before_the_address():
+def test_the_phases_of_a_start_are_logged_before_the_address_is_printed():
     with fake_service() as (process, _):
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=PATIENCE_S)
-    lines = [line.split(" ", 4)[4] for line in err.splitlines() if line.split()[3] == "radixkv.startup.progress"]
-    phases = [line for line in lines if not line.startswith("still ")]  # reminders, on a slow machine
+    # A line has a date, a time, a level, a logger and a message.
+    messages = [line.split(" ", 4)[4] for line in err.splitlines() if line.split()[3] == "radixkv.startup.progress"]
+    phases = [message for message in messages if not message.startswith("still ")]  # reminders, on a slow machine
     assert phases[:-1] == [
         "checking the configuration",
         "importing the server",
@@ -202,13 +204,13 @@ def test_the_log_is_lines_of_json_if_requested():
         _, err = process.communicate(timeout=PATIENCE_S)
     lines = [json.loads(line) for line in err.splitlines()]
     assert all(list(line) == ["time", "level", "logger", "message"] for line in lines)
-    started = f"radixkv {__version__} is starting: the embedded model tiny, device auto, dtype auto"
-    assert lines[0]["message"] == started
+    first_message = f"radixkv {__version__} is starting: the embedded model tiny, device auto, dtype auto"
+    assert lines[0]["message"] == first_message
     assert lines[-1]["message"] == "stopped"
     assert datetime.fromisoformat(lines[0]["time"]).tzinfo is not None
 
 
-def test_the_log_level_leaves_out_what_is_below():
+def test_messages_below_the_log_level_are_not_logged():
     with fake_service("--log-level", "error") as (process, _):
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=PATIENCE_S)[1] == ""
@@ -229,7 +231,7 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
     def build_engine(config, observers, progress):
         raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
 
-    install(monkeypatch, build_engine)
+    replace_build_engine(monkeypatch, build_engine)
     assert main(["serve", "--port", "0"]) == 2
     assert capsys.readouterr().err == f"radixkv: {missing_package('torch', 'engine')}\n"
 
@@ -238,7 +240,7 @@ def test_a_module_of_ours_that_is_missing_is_no_missing_extra(monkeypatch):
     def build_engine(config, observers, progress):
         raise ModuleNotFoundError("No module named 'radixkv.lost'", name="radixkv.lost")
 
-    install(monkeypatch, build_engine)
+    replace_build_engine(monkeypatch, build_engine)
     with pytest.raises(ModuleNotFoundError):
         main(["serve", "--port", "0"])
 
@@ -265,33 +267,33 @@ def test_a_port_in_use_is_a_config_error():
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_and_exits_0(number):
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_exits_0(signal_number):
     with fake_service(gate="shut") as (process, address), Client(address, timeout_s=PATIENCE_S) as client:
         answers = []
         caller = threading.Thread(target=lambda: answers.append(client.prefill([4]).next_token_id))
         caller.start()
         wait_until(lambda: client.stats().requests.running == 1)
-        process.send_signal(number)
+        process.send_signal(signal_number)
         code = refusal_code(client)
-        process.send_signal(number)  # a second signal changes nothing
+        process.send_signal(signal_number)  # a second signal changes nothing
         process.send_signal(signal.SIGUSR1)
         caller.join(PATIENCE_S)
         out, err = process.communicate(timeout=PATIENCE_S)
     assert answers == [4]
     assert code is grpc.StatusCode.UNAVAILABLE
-    assert (process.returncode, out) == (0, "")  # the line that was read is all of stdout
+    assert (process.returncode, out) == (0, "")  # `fake_service` has read the only line of stdout, with the address
     assert "draining" in err
     assert "stopped" in err
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_does_not_interrupt_an_engine_that_stops(number):
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_interrupt_an_engine_that_stops(signal_number):
     with fake_service(gate="slow") as (process, _):
         process.send_signal(signal.SIGTERM)
         assert any("the engine stops" in line for line in process.stderr)
-        process.send_signal(number)
+        process.send_signal(signal_number)
         process.send_signal(signal.SIGUSR1)
         out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (0, "")
@@ -329,17 +331,17 @@ def test_a_drain_that_takes_too_long_cancels_and_exits_0():
 
 
 def test_imports_are_left_alone_by_garbage_collection(monkeypatch):
-    seen = []
+    collector_states = []
 
     def build_engine(config, observers, progress):
-        seen.append((gc.isenabled(), gc.get_freeze_count()))
+        collector_states.append((gc.isenabled(), gc.get_freeze_count()))
         raise ConfigError("enough")
 
-    install(monkeypatch, build_engine)
+    replace_build_engine(monkeypatch, build_engine)
     try:
         main(["serve", "--port", "0"])
     finally:
         gc.unfreeze()
-    [(is_enabled, num_frozen)] = seen
+    ((is_enabled, num_frozen),) = collector_states
     assert is_enabled
     assert num_frozen > 10_000

@@ -13,6 +13,7 @@ from tests.service.diagnosed import diagnosed_engine
 from tests.service.fake_engine import FakeEngine
 
 SALT = "1 request loses at most 500 tokens at token 0: the same tokens are cached with another salt of the tenant."
+# The cost of the first cause is 3 x 61,000 tokens, which are 62.0 % of 295,000, 3 x 6 s, and 2 per million tokens.
 EXPECTED = f"""\
 In the last 2m, 20 prompts with 1,000,000 tokens: 400,000 were reused (40.0 %).
 12 prompts missed and computed 590,000 tokens. 6 of them, with 295,000 tokens, were examined; 1 of these had nothing \
@@ -39,9 +40,9 @@ def test_the_text_has_the_causes_their_cost_and_the_advice(capsys: pytest.Captur
 def test_a_tenant_and_the_number_of_causes_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     engine = diagnosed_engine("acme", "globex")
     code, out, _ = run_cli(capsys, engine, "doctor", "--tenant", "globex", "--top", "1", "--omit-cached-text", "--json")
-    found = json.loads(out)
-    assert (code, [each["tenant"] for each in found["causes"]], found["further_causes"]) == (0, ["globex"], 1)
-    assert "sample" not in found["causes"][0] or found["causes"][0]["sample"] is None
+    diagnosis = json.loads(out)
+    assert (code, [each["tenant"] for each in diagnosis["causes"]], diagnosis["further_causes"]) == (0, ["globex"], 1)
+    assert "sample" not in diagnosis["causes"][0] or diagnosis["causes"][0]["sample"] is None
 
 
 def test_a_server_that_has_found_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,7 @@ def test_simulate_prints_json(capsys, chat_trace):
         (policy, capacity) for policy in ("lru", "adaptive", "optimal") for capacity in (3584, 4096)
     ]
     assert all(list(each) == RESULT_FIELDS.split() for each in results)
+    # The third request shares the first block of 512 tokens with the first request.
     assert (results[0]["requests"], results[0]["prompt_tokens"], results[0]["cached_tokens"]) == (3, 3100, 512)
 
 
@@ -50,7 +51,7 @@ def test_simulate_reads_other_formats_by_detection_or_by_name(capsys, caplog, tm
     file = tmp_path / "bailian.jsonl"
     row = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.5, "input_length": 40, "hash_ids": [1, 2, 3]}
     file.write_text(f"{json.dumps(row)}\n{json.dumps(row | {'hash_ids': [1, 2, 4], 'timestamp': 0.25})}\n")
-    found = []
+    cached_tokens = []
     for options in (
         [],
         ["--format", "bailian"],
@@ -58,8 +59,8 @@ def test_simulate_reads_other_formats_by_detection_or_by_name(capsys, caplog, tm
     ):
         arguments = ["simulate", str(file), "--capacity-tokens", "1k", "--block-size", "16", "--json", *options]
         assert main(arguments) == 0
-        found.append(json.loads(capsys.readouterr().out)[0]["cached_tokens"])
-    assert found == [32, 32, 32]
+        cached_tokens.append(json.loads(capsys.readouterr().out)[0]["cached_tokens"])
+    assert cached_tokens == [32, 32, 32]  # the first two blocks of 16
     sorted_line = f"trace {file}: 1 of 2 requests have an earlier timestamp than a request before them; they are sorted"
     assert caplog.messages == [sorted_line] * 3
     assert "'azure'" in usage_error(capsys, "simulate", str(file), "--capacity-tokens", "1k", "--format", "azure")
@@ -92,16 +93,16 @@ def test_simulate_prints_a_table_and_takes_a_block_size_and_a_limit(capsys, chat
     assert re.search(r"^adaptive +64,000 +0\.0000 ", out, re.MULTILINE)
 
 
-def test_simulate_has_a_probation_share(capsys, tmp_path):
+def test_a_probation_share_protects_a_reused_block_from_blocks_that_are_used_once(capsys, tmp_path):
     path, ids = tmp_path / "flood.jsonl", [0, 0, 1, 2, 3, 4, 0]
     lines = ({"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [each]} for each in ids)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = []
-    for options in ([], ["--probation-share", "0.5"]):
+    cached_tokens = []
+    for options in ([], ["--probation-share", "0.5"]):  # the capacity is three blocks of 512
         arguments = ["--capacity-tokens", "2k", "--policy", "lru", "--json", *options]
         assert main(["simulate", str(path), *arguments]) == 0
-        found.append(json.loads(capsys.readouterr().out)[0]["cached_tokens"])
-    assert found == [511, 2 * 511]
+        cached_tokens.append(json.loads(capsys.readouterr().out)[0]["cached_tokens"])
+    assert cached_tokens == [511, 2 * 511]  # without the share, block 0 is evicted before its last use
 
 
 def test_simulate_plots(capsys, chat_trace, tmp_path):
@@ -114,8 +115,8 @@ def test_simulate_plots(capsys, chat_trace, tmp_path):
 
 
 LOOP = [
-    {"timestamp": 1000 * index, "input_length": 1024, "output_length": 5, "hash_ids": [each, each + 1]}
-    for index, each in enumerate([10, 20, 10, 20])
+    {"timestamp": 1000 * index, "input_length": 1024, "output_length": 5, "hash_ids": [first_id, first_id + 1]}
+    for index, first_id in enumerate([10, 20, 10, 20])
 ]
 LLAMA_8B = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128"]
 
@@ -130,7 +131,7 @@ def loop_trace(tmp_path):
 def test_simulate_with_tiers_shows_hits_and_writes_of_each_tier(capsys, loop_trace):
     arguments = ["--capacity-tokens", "1024", "--tier", "host=512,disk=unbounded", "--policy", "lru,optimal"]
     assert main(["simulate", loop_trace, *arguments, "--json"]) == 0
-    with_tiers, bound = json.loads(capsys.readouterr().out)
+    with_tiers, optimum = json.loads(capsys.readouterr().out)
     assert list(with_tiers) == [*RESULT_FIELDS.split(), "tiers", "device_tokens", "device_hit_rate"]
     assert (with_tiers["cached_tokens"], with_tiers["device_tokens"], with_tiers["device_hit_rate"]) == (1024, 0, 0)
     assert with_tiers["tiers"] == [
@@ -153,8 +154,8 @@ def test_simulate_with_tiers_shows_hits_and_writes_of_each_tier(capsys, loop_tra
             "held_blocks": 4,
         },
     ]
-    assert list(bound) == RESULT_FIELDS.split()
-    assert (bound["capacity_tokens"], bound["cached_tokens"]) == (1024, 2 * 1023)
+    assert list(optimum) == RESULT_FIELDS.split()
+    assert (optimum["capacity_tokens"], optimum["cached_tokens"]) == (1024, 2 * 1023)
     assert main(["simulate", loop_trace, *arguments]) == 0
     out = capsys.readouterr().out
     moves = "host written +host loaded +disk written +disk loaded"
@@ -176,17 +177,17 @@ def test_simulate_with_a_time_model_shows_times_to_the_first_token(capsys, loop_
     arguments = ["simulate", loop_trace, "--capacity-tokens", "1024", "--policy", "lru,optimal", "--tier", "host=512"]
     arguments += ["--time-model", str(path)]
     assert main([*arguments, "--json"]) == 0
-    with_times, bound = json.loads(capsys.readouterr().out)
+    with_times, optimum = json.loads(capsys.readouterr().out)
     assert with_times["latency"]["num_returns"] == 0
     assert with_times["latency"]["ttft_p50_s"] > 0.5
-    assert "latency" not in bound
+    assert "latency" not in optimum
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert re.search(r"TTFT p50 +p95 +returns +ready +timely +time$", out, re.MULTILINE)
     assert re.search(r"^lru .* 0 +- +- +\d+\.\d s$", out, re.MULTILINE)
 
 
-def test_simulate_with_the_times_that_the_server_recorded(capsys, tmp_path):
+def test_simulate_derives_a_time_model_from_the_times_that_the_server_recorded(capsys, tmp_path):
     path = tmp_path / "trace.jsonl"
     line = {"input_length": 100, "hash_ids": [1, 2], "output_length": 0, "ttft_ms": 30.0, "cached_length": 0}
     loaded = line | {"cached_length": 64, "loaded_lengths": {"host": 64}, "ttft_ms": 20.0}

@@ -16,25 +16,32 @@ FIELDS = (
 def trace(tmp_path):
     """Twelve conversations of four turns; each turn is three blocks longer."""
     path = tmp_path / "chat.jsonl"
-    lines = (
-        {"timestamp": 1000 * (12 * turn + each), "output_length": 5, "input_length": 512 * 3 * (turn + 1),
-         "hash_ids": [100 * each + index for index in range(3 * (turn + 1))]}
-        for turn in range(4) for each in range(12)
-    )  # fmt: skip
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = []
+    for turn in range(4):
+        num_blocks = 3 * (turn + 1)
+        for conversation in range(12):
+            request = {
+                "timestamp": 1000 * (12 * turn + conversation),
+                "output_length": 5,
+                "input_length": 512 * num_blocks,
+                "hash_ids": [100 * conversation + index for index in range(num_blocks)],
+            }
+            lines.append(json.dumps(request) + "\n")
+    path.write_text("".join(lines))
     return str(path)
 
 
 def test_simulate_compares_routings_with_one_cache(capsys, trace):
     options = ["--capacity-tokens", "64k", "--replicas", "3", "--routing", "prefix,round-robin", "--policy", "lru"]
     assert main(["simulate", trace, *options, "--tokens-per-s", "10k", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert all(list(each) == FIELDS.split() for each in found)
-    prefix, turns = found
-    assert (prefix["routing"], turns["routing"]) == ("prefix", "round-robin")
+    results = json.loads(capsys.readouterr().out)
+    assert all(list(each) == FIELDS.split() for each in results)
+    prefix, round_robin = results
+    assert (prefix["routing"], round_robin["routing"]) == ("prefix", "round-robin")
     assert (prefix["replicas"], prefix["capacity_tokens"], prefix["tokens_per_s"]) == (3, 64_000, 10_000)
     assert prefix["share_of_single_cache"] == prefix["token_hit_rate"] / prefix["single_cache_hit_rate"] == 1.0
-    assert turns["share_of_single_cache"] == 1.0  # each conversation returns to the server that has its prefix
+    # Three servers divide twelve conversations evenly, so each returns in turn to the server that has its prefix.
+    assert round_robin["share_of_single_cache"] == 1.0
 
 
 def test_simulate_prints_a_table_of_fleets(capsys, trace):
@@ -46,7 +53,7 @@ def test_simulate_prints_a_table_of_fleets(capsys, trace):
     assert re.search(r"^round-robin +adaptive +5 x 64,000 +0\.\d{4} +0\.\d{4} +0\.[0-8]\d\d ", out, re.MULTILINE)
 
 
-def test_a_fleet_that_finds_nothing_finds_all_that_one_cache_finds(capsys, trace):
+def test_the_share_of_a_single_cache_is_1_if_neither_has_a_hit(capsys, trace):
     assert main(["simulate", trace, "--capacity-tokens", "64k", "--replicas", "2", "--limit", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["share_of_single_cache"] == 1.0
 

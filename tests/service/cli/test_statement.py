@@ -53,6 +53,7 @@ def test_a_table_lists_tenants_and_the_tiers_that_they_used(capsys, tmp_path: Pa
     assert lines[2].split("  ")[0] == "tenant"
     assert "host token-hours" in lines[2]
     assert "disk" not in lines[2]
+    # The files of the days 1 and 28 cover 100 s and 200 s, and acme had 10 requests on day 1.
     assert [line.split() for line in lines[3:]] == [
         ["(none)", "2026-11", "1", "0", "0", "0", "0", "0", "0.0", "0.0"],
         ["acme", "2026-11", "13", "2,000,000", "6,500,000", "1,000", "32", "64", "1,000,000.0", "0.5"],
@@ -61,8 +62,8 @@ def test_a_table_lists_tenants_and_the_tiers_that_they_used(capsys, tmp_path: Pa
 
 def test_a_line_says_what_twice_the_ceiling_would_have_saved(capsys, tmp_path: Path) -> None:
     out = run(capsys, tmp_path, acme=ACME._replace(more_hit_tokens_at_twice_ceiling=12_345), other=Use(requests=1))
-    last = "With twice its ceiling, acme would have saved about 12,345 more tokens in 2026-11."
-    assert out.splitlines()[-2:] == ["", last]
+    advice = "With twice its ceiling, acme would have saved about 12,345 more tokens in 2026-11."
+    assert out.splitlines()[-2:] == ["", advice]
 
 
 def test_without_use_there_is_no_table(capsys, tmp_path: Path) -> None:
@@ -82,15 +83,15 @@ def test_csv_has_all_fields_with_stable_names(capsys, tmp_path: Path) -> None:
 
 
 def test_json_has_all_fields(capsys, tmp_path: Path) -> None:
-    found = json.loads(run(capsys, tmp_path, "--json", acme=ACME))
-    assert (found["since"], found["until"], found["covered_s"]) == ("2026-11-01", "2026-11-28", 300.0)
-    assert set(found["lines"][0]) == set(FIELDS)
-    assert found["lines"][0]["device_hit_tokens"] == 6_000_000
+    statement = json.loads(run(capsys, tmp_path, "--json", acme=ACME))
+    assert (statement["since"], statement["until"], statement["covered_s"]) == ("2026-11-01", "2026-11-28", 300.0)
+    assert set(statement["lines"][0]) == set(FIELDS)
+    assert statement["lines"][0]["device_hit_tokens"] == 6_000_000
 
 
 def test_an_invoice_has_a_line_for_each_price_and_an_exact_sum(capsys, tmp_path: Path, prices: str) -> None:
-    found = json.loads(run(capsys, tmp_path, "--json", "--prices", prices, acme=ACME))
-    (line,) = found["lines"]
+    statement = json.loads(run(capsys, tmp_path, "--json", "--prices", prices, acme=ACME))
+    (line,) = statement["lines"]
     assert [(each["item"], each["quantity"], each["unit"], each["amount"]) for each in line["invoice"]] == [
         ("computed", 2_000_000, "tokens", "6.0000"),
         ("generated", 1000, "tokens", "0.0150"),
@@ -99,7 +100,7 @@ def test_an_invoice_has_a_line_for_each_price_and_an_exact_sum(capsys, tmp_path:
         ("resident_device", 3_600_000_000, "token_s", "0.5000"),
         ("resident_host", 1800, "token_s", "0.0000"),
     ]
-    assert (found["currency"], found["amount"], line["amount"]) == ("EUR", "8.4900", "8.4900")
+    assert (statement["currency"], statement["amount"], line["amount"]) == ("EUR", "8.4900", "8.4900")
 
 
 def test_csv_with_prices_is_the_invoice(capsys, tmp_path: Path, prices: str) -> None:

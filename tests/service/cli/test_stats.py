@@ -76,7 +76,7 @@ def test_a_watch_ends_when_the_service_does(capsys):
     assert capsys.readouterr().err.startswith("radixkv: UNAVAILABLE: ")
 
 
-def test_a_tenant_sees_only_the_statistics_that_it_may_see(tmp_path, capsys):
+def test_a_tenant_sees_only_the_statistics_that_it_may_see(capsys):
     code, out, _ = run_cli(capsys, FakeEngine(), "stats", "--tenant", "a")
     assert code == 0
     assert re.search(r"^tenant a +3 blocks", out, re.MULTILINE)

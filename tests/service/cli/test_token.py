@@ -37,9 +37,9 @@ def test_a_token_is_printed_once_and_only_its_hash_is_kept(capsys, tmp_path):
 def test_without_a_file_the_entry_is_on_stderr(capsys, arguments, identity):
     assert main(["token", "new", "--name", 'we"ird', *arguments, "--days", "1"]) == 0
     out, err = capsys.readouterr()
-    found = parse_credentials(err).of_token(out.strip())
-    assert found.identity == identity
-    assert found.expires_at_s is not None
+    credential = parse_credentials(err).of_token(out.strip())
+    assert credential.identity == identity
+    assert credential.expires_at_s is not None
 
 
 def test_a_name_that_is_taken_leaves_the_file_as_it_is_and_prints_no_token(capsys, tmp_path):

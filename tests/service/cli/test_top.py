@@ -58,7 +58,7 @@ def test_a_tenant_sees_its_own_statistics_in_top(tmp_path, capsys, engine):
     assert "hit rate  " not in out
 
 
-def test_one_screen_for_scripts(capsys, engine):
+def test_the_option_once_prints_one_screen(capsys, engine):
     code, out, err = run_cli(capsys, engine, "top", "--once")
     assert (code, err) == (0, "")
     assert out.startswith("radixkv  fake on cpu, up 2s\n")
@@ -68,7 +68,7 @@ def test_one_screen_for_scripts(capsys, engine):
     assert "\x1b" not in out
 
 
-def test_one_screen_as_json(capsys, engine):
+def test_one_screen_is_one_json_object(capsys, engine):
     answer = json.loads(run_cli(capsys, engine, "top", "--once", "--json", "--tenant", "b")[1])
     assert answer["stats"]["blocks"]["total"] == 10
     assert [(each["tenant"], each["num_tokens"]) for each in answer["hottest"]["segments"]] == [("b", 3)]
@@ -95,23 +95,28 @@ def test_an_unreachable_service_is_reported_in_one_line(capsys):
 
 def test_a_terminal_is_redrawn_and_left_as_it_was():
     with fake_service() as (_, address):
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 12, 70, 0, 0))
+        terminal, program_terminal = pty.openpty()
+        fcntl.ioctl(program_terminal, termios.TIOCSWINSZ, struct.pack("4H", 12, 70, 0, 0))
         command = [sys.executable, "-m", "radixkv.service", "top", "--address", address, "--interval", "0.05"]
         environment = {name: text for name, text in os.environ.items() if name not in ("LINES", "COLUMNS")}
         process = subprocess.Popen(
-            command, stdout=theirs, stderr=theirs, stdin=theirs, env=environment, preexec_fn=_end_at_interrupts
+            command,
+            stdout=program_terminal,
+            stderr=program_terminal,
+            stdin=program_terminal,
+            env=environment,
+            preexec_fn=_end_at_interrupts,
         )
-        os.close(theirs)
+        os.close(program_terminal)
         try:
-            drawn = read_until(ours, lambda text: text.count("\x1b[H") >= 3)
+            drawn = read_until(terminal, lambda text: text.count("\x1b[H") >= 3)
             process.send_signal(signal.SIGINT)
-            drawn += read_until(ours, lambda text: "\x1b[?1049l" in text)
+            drawn += read_until(terminal, lambda text: "\x1b[?1049l" in text)
             assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
             process.wait()
-            os.close(ours)
+            os.close(terminal)
     assert drawn.startswith("\x1b[?1049h\x1b[?25l\x1b[Hradixkv  fake on cpu")
     _, second = re.findall(r"\x1b\[H(.*?)\x1b\[J", drawn, re.DOTALL)[:2]
     lines = second.replace("\x1b[K", "").splitlines()
@@ -120,12 +125,12 @@ def test_a_terminal_is_redrawn_and_left_as_it_was():
 
 
 def _end_at_interrupts() -> None:
-    """Let SIGINT end this process, also where the tests run in the background of a shell, which ignores it."""
+    """Let SIGINT end this process, also if a shell started the tests in the background, where it is ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def read_until(terminal: int, is_enough) -> str:
-    """Read what a program writes to its terminal, until it is enough."""
+    """Return what a program writes to its terminal until `is_enough(text)`."""
     text, end_s = "", time.monotonic() + PATIENCE_S
     while not is_enough(text) and time.monotonic() < end_s:
         if select.select([terminal], [], [], 0.1)[0]:
@@ -160,7 +165,8 @@ def sample(
     return StatsSample(stats, hottest)
 
 
-def line_of(lines: list[str], name: str) -> list[str]:
+def words_of_line(lines: list[str], name: str) -> list[str]:
+    """Return the words of the first line that starts with `name`."""
     return next(line for line in lines if line.startswith(name)).split()
 
 
@@ -168,9 +174,10 @@ def test_the_first_screen_shows_the_rates_since_the_start() -> None:
     lines = screen(sample(100.0, 1000, 250, (2, 2, 0)), None)
     assert lines[0] == "radixkv  tiny on cpu, up 2m"
     assert lines[1] == "requests  1 running, 5 waiting, 10 finished, 0 failed"
-    assert line_of(lines, "hit rate") == ["hit", "rate", "25.0", "%", "25.0", "%"]
-    assert line_of(lines, "prompt tokens") == ["prompt", "tokens", "10/s", "1000"]
-    assert " ".join(line_of(lines, "first token")) == "first token p50 100 ms, p99 198 ms p50 100 ms, p99 198 ms"
+    assert words_of_line(lines, "hit rate") == ["hit", "rate", "25.0", "%", "25.0", "%"]
+    assert words_of_line(lines, "prompt tokens") == ["prompt", "tokens", "10/s", "1000"]
+    # The buckets end at 100 ms and 200 ms, with two requests each; percentiles are interpolated within a bucket.
+    assert " ".join(words_of_line(lines, "first token")) == "first token p50 100 ms, p99 198 ms p50 100 ms, p99 198 ms"
 
 
 def test_a_screen_shows_the_tiers_below_the_device() -> None:
@@ -189,23 +196,24 @@ def test_a_screen_shows_the_tiers_below_the_device() -> None:
 def test_later_screens_show_what_happened_since_the_previous_one() -> None:
     before, now = sample(100.0, 1000, 250, (2, 2, 0)), sample(102.0, 1200, 400, (2, 4, 0))
     lines = screen(now, before)
-    assert line_of(lines, "hit rate")[2:] == ["75.0", "%", "33.3", "%"]
-    assert line_of(lines, "prompt tokens")[2:] == ["100/s", "1200"]
-    assert line_of(lines, "generated")[1:] == ["10/s", "120"]
-    assert line_of(lines, "requests ")[1:] == ["1", "running,", "5", "waiting,", "12", "finished,", "0", "failed"]
-    assert " ".join(line_of(lines, "first token")[:6]) == "first token p50 150 ms, p99"
+    assert words_of_line(lines, "hit rate")[2:] == ["75.0", "%", "33.3", "%"]
+    assert words_of_line(lines, "prompt tokens")[2:] == ["100/s", "1200"]
+    assert words_of_line(lines, "generated")[1:] == ["10/s", "120"]
+    assert words_of_line(lines, "requests ")[1:] == ["1", "running,", "5", "waiting,", "12", "finished,", "0", "failed"]
+    # Both requests since the previous screen are in the bucket from 100 ms to 200 ms.
+    assert " ".join(words_of_line(lines, "first token")[:6]) == "first token p50 150 ms, p99"
 
 
 def test_a_quiet_service_has_no_rates() -> None:
     now = sample(102.0, 1000, 250)
-    assert line_of(screen(now, now), "hit rate")[2:] == ["-", "25.0", "%"]
-    assert line_of(screen(now, now), "first token")[2:] == ["-", "-"]
+    assert words_of_line(screen(now, now), "hit rate")[2:] == ["-", "25.0", "%"]
+    assert words_of_line(screen(now, now), "first token")[2:] == ["-", "-"]
 
 
 def test_a_restarted_service_is_not_compared_with_its_past() -> None:
     lines = screen(sample(2.0, 100, 50, epoch=2), sample(100.0, 1000, 250))
     assert "since the start" in lines[3]
-    assert line_of(lines, "prompt tokens")[2:] == ["50/s", "100"]
+    assert words_of_line(lines, "prompt tokens")[2:] == ["50/s", "100"]
 
 
 @pytest.mark.parametrize("num_columns", [62, 102])
@@ -219,7 +227,7 @@ def test_the_bar_has_the_blocks_by_state(num_columns: int) -> None:
 
 def test_tenants_and_segments_are_in_tables() -> None:
     lines = screen(sample(1.0, 0, 0), None)
-    assert line_of(lines, "ac") == ["ac\\x1bme", "30", "0", "0", "4", "75.0", "%"]
+    assert words_of_line(lines, "ac") == ["ac\\x1bme", "30", "0", "0", "4", "75.0", "%"]
     assert "hottest segments: 1 of 9, 9 compared" in lines
     assert lines[-1].split() == ["7", "-", "(none)", "0", "64", "1", "5", "0s", "6.0"]
 
@@ -231,7 +239,7 @@ def test_a_tenant_sees_its_own_line_and_segments_only() -> None:
     lines = screen(now, now)
     assert lines[:2] == ["radixkv  tiny on cpu, up 2m", ""]
     assert lines[2].startswith("tenant ")
-    assert line_of(lines, "ac")[:2] == ["ac\\x1bme", "30"]
+    assert words_of_line(lines, "ac")[:2] == ["ac\\x1bme", "30"]
     assert lines[5] == "hottest segments: 1 of 9, 9 compared"
 
 

@@ -31,6 +31,7 @@ CHATS = [
     [SYSTEM, user("Who wrote this?"), answer("I did.")],
     [SYSTEM, user("What is a radix tree?"), answer("A tree of prefixes.")],
 ]
+# The prompt of each answer in each chat.
 PROMPTS = [chat[:end] for chat in CHATS for end in range(2, len(chat), 2)]
 
 
@@ -46,21 +47,28 @@ def convert(texts: Path, tokenizer: Path, output: Path, *options: str) -> int:
     return main(["trace", str(texts), "--tokenizer", str(tokenizer), "--output", str(output), *options])
 
 
-def count_hits(prompts: list[list[int]], step: int) -> int:
-    """Count the tokens in whole blocks that earlier prompts also have, at most all tokens but one."""
-    seen: set[tuple[int, ...]] = set()
-    total = 0
+def count_hits(prompts: list[list[int]], block_size: int) -> int:
+    """Count the tokens that prompts reuse: the longest prefix of whole blocks that an earlier prompt also has.
+
+    A whole prompt is reused as well if an earlier prompt is equal or starts with it in whole blocks. Its last token is
+    always computed.
+    """
+    earlier_prefixes: set[tuple[int, ...]] = set()
+    num_hits = 0
     for prompt in prompts:
-        ends = [*range(step, len(prompt), step), len(prompt)]
-        hit = max((end for end in ends if tuple(prompt[:end]) in seen), default=0)
-        total += min(hit, len(prompt) - 1)
-        seen |= {tuple(prompt[:end]) for end in ends}
-    return total
+        ends = [*range(block_size, len(prompt), block_size), len(prompt)]
+        longest = max((end for end in ends if tuple(prompt[:end]) in earlier_prefixes), default=0)
+        num_hits += min(longest, len(prompt) - 1)
+        earlier_prefixes |= {tuple(prompt[:end]) for end in ends}
+    return num_hits
 
 
 def sharegpt(chat: list[dict[str, str]]) -> dict[str, Any]:
-    names = {"system": "system", "user": "human", "assistant": "gpt"}
-    return {"id": "x", "conversations": [{"from": names[each["role"]], "value": each["content"]} for each in chat]}
+    sharegpt_roles = {"system": "system", "user": "human", "assistant": "gpt"}
+    return {
+        "id": "x",
+        "conversations": [{"from": sharegpt_roles[each["role"]], "value": each["content"]} for each in chat],
+    }
 
 
 FILES = {
@@ -74,11 +82,13 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("text_format", FILES)
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
-def test_hit_rates_are_those_of_the_tokens(tmp_path: Path, capsys, tokenizer: Path, kind: str, name: str) -> None:
+def test_hit_rates_are_those_of_the_tokens(
+    tmp_path: Path, capsys, tokenizer: Path, text_format: str, name: str
+) -> None:
     texts, output = tmp_path / "texts", tmp_path / name
-    texts.write_text(FILES[kind])
+    texts.write_text(FILES[text_format])
     assert convert(texts, tokenizer, output) == 0
     assert capsys.readouterr().err == f"4 requests in {output}\n"
     requests = load_trace(output)
@@ -86,8 +96,8 @@ def test_hit_rates_are_those_of_the_tokens(tmp_path: Path, capsys, tokenizer: Pa
     prompts = [encode(prompt) for prompt in PROMPTS]
     assert [each.input_length for each in requests] == [len(prompt) for prompt in prompts]
     assert {each.tokens_per_id for each in requests} == {16}
-    done = simulate(requests, policy="lru", capacity_tokens=100_000, block_size=16)
-    assert done.cached_tokens == count_hits(prompts, 16) > 0
+    result = simulate(requests, policy="lru", capacity_tokens=100_000, block_size=16)
+    assert result.cached_tokens == count_hits(prompts, 16) > 0
     data = gzip.decompress(output.read_bytes()) if name.endswith(".gz") else output.read_bytes()
     assert [set(json.loads(line)) for line in data.splitlines()] == [{"input_length", "output_length", "hash_ids"}] * 4
     ids = [each for line in data.splitlines() for each in json.loads(line)["hash_ids"]]
@@ -110,21 +120,21 @@ def test_answers_are_counted_and_times_are_kept(tmp_path: Path, tokenizer: Path)
 
 def test_chats_that_the_template_refuses_are_left_out_and_counted(tmp_path: Path, capsys, tokenizer: Path) -> None:
     settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
-    refuses = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}"
-    settings["chat_template"] = refuses + "{{ messages[0]['content'] }}"
+    refusal = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}"
+    settings["chat_template"] = refusal + "{{ messages[0]['content'] }}"
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
     texts, output = tmp_path / "texts", tmp_path / "trace"
-    bad = json.dumps({"messages": [{"role": "tool", "content": "x"}]})
-    texts.write_text(f"{json.dumps({'messages': [user('Who?')]})}\n{bad}\n{bad}\n")
+    refused_chat = json.dumps({"messages": [{"role": "tool", "content": "x"}]})
+    texts.write_text(f"{json.dumps({'messages': [user('Who?')]})}\n{refused_chat}\n{refused_chat}\n")
     assert convert(texts, tokenizer, output) == 0
     err = capsys.readouterr().err
     assert err.startswith(f"1 requests in {output}; 2 left out, the first one: {texts}:2: ")
-    texts.write_text(bad)
+    texts.write_text(refused_chat)
     assert convert(texts, tokenizer, output) == 2
     assert "texts: the file has no prompt that can be encoded" in capsys.readouterr().err
 
 
-def test_a_model_without_a_chat_template_takes_the_contents(tmp_path: Path, tokenizer: Path) -> None:
+def test_without_a_chat_template_a_chat_is_encoded_in_a_plain_form(tmp_path: Path, tokenizer: Path) -> None:
     settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -134,7 +144,7 @@ def test_a_model_without_a_chat_template_takes_the_contents(tmp_path: Path, toke
     assert load_trace(output)[0].input_length == len(Tokenizer.load(tokenizer).encode("user: Who?\n"))
 
 
-def test_a_limit_and_the_tokens_of_an_id_are_options(tmp_path: Path, tokenizer: Path) -> None:
+def test_the_number_of_prompts_and_of_tokens_per_id_are_options(tmp_path: Path, tokenizer: Path) -> None:
     texts, output = tmp_path / "texts", tmp_path / "trace"
     texts.write_text(FILES["LMSYS"] + "not JSON")
     assert convert(texts, tokenizer, output, "--limit", "3", "--tokens-per-id", "4") == 0

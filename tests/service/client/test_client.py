@@ -75,7 +75,8 @@ def test_both_clients_take_the_same_arguments():
         "adapters",
         "drain",
     ):
-        blocking, awaited = (inspect.signature(getattr(kind, name)).parameters for kind in (Client, AsyncClient))
+        blocking = inspect.signature(getattr(Client, name)).parameters
+        awaited = inspect.signature(getattr(AsyncClient, name)).parameters
         assert blocking == awaited, name
 
 
@@ -108,13 +109,14 @@ def test_both_clients_send_the_same_bytes():
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "kind"), [([-1], ValueError), ([2**32], ValueError), ([0.5], TypeError), ([[1], [2]], ValueError)]
+    ("token_ids", "error_type"),
+    [([-1], ValueError), ([2**32], ValueError), ([0.5], TypeError), ([[1], [2]], ValueError)],
 )
-def test_an_invalid_prompt_is_never_sent(token_ids, kind):
+def test_an_invalid_prompt_is_never_sent(token_ids, error_type):
     def talk(address):
         with Client(address) as client:
             for call in (client.prefill, client.probe):
-                with pytest.raises(kind, match="token_ids: expected"):
+                with pytest.raises(error_type, match="token_ids: expected"):
                     call(token_ids)
 
     engine = FakeEngine()
@@ -158,7 +160,7 @@ def test_an_option_with_a_wrong_value_is_refused_by_name(options, message):
 
 
 @pytest.mark.parametrize(
-    ("compression", "kind", "message"),
+    ("compression", "error_type", "message"),
     [
         ("h2o", TypeError, "compression: expected a Compression, got 'h2o'"),
         (
@@ -174,16 +176,17 @@ def test_an_option_with_a_wrong_value_is_refused_by_name(options, message):
         (Compression("lru", 9), ValueError, "'lru' is not a valid CompressionPolicy"),
     ],
 )
-def test_a_compression_that_can_not_be_sent_is_refused_by_name(compression, kind, message):
-    with Client("127.0.0.1:1") as client, pytest.raises(kind, match=f"^{re.escape(message)}$"):
+def test_a_compression_that_can_not_be_sent_is_refused_by_name(compression, error_type, message):
+    with Client("127.0.0.1:1") as client, pytest.raises(error_type, match=f"^{re.escape(message)}$"):
         client.generate([1], compression=compression)
 
 
-def wire_fields(kind):
-    return {field.name for field in kind.DESCRIPTOR.fields}
+def wire_fields(message_type):
+    return {field.name for field in message_type.DESCRIPTOR.fields}
 
 
 def wire_names(options):
+    """Return the names that the options of a call have in its message."""
     return {WIRE_NAMES.get(name, name) for name in options.__optional_keys__}
 
 
@@ -241,7 +244,7 @@ def test_an_unreachable_server_is_unavailable():
 
 
 class Restarting(PrefillServiceServicer):
-    """Answers UNAVAILABLE a number of times, as a service that restarts."""
+    """Answers UNAVAILABLE to the first prefills, as a service that restarts, and to every release."""
 
     def __init__(self, num_refusals):
         self.num_refusals = num_refusals
@@ -315,7 +318,9 @@ def test_a_release_is_never_retried():
 def test_retries_name_only_calls_that_exist():
     config = json.loads(dict(channel_options((), 2))["grpc.service_config"])
     services = {each.full_name: each for file in (PREFILL, CACHE, MODEL) for each in file.services_by_name.values()}
-    for name in config["methodConfig"][0]["name"]:
+    retried_methods = config["methodConfig"][0]["name"]
+    assert retried_methods
+    for name in retried_methods:
         assert name["method"] in services[name["service"]].methods_by_name
 
 
@@ -382,8 +387,8 @@ def test_the_client_works_where_the_engine_is_not_installed():
     program = WITHOUT_ENGINE + (
         "from radixkv.service.client import AsyncClient, Client, Retention, logits_of\n"
         "with Client(sys.argv[1]) as client: print(client.prefill([1, 2]).next_token_id)\n"
-        "inner = {f'radixkv.{room}' for room in ('cache', 'scheduling', 'engine', 'startup')}\n"
-        "assert not (inner | {'torch'}) & set(sys.modules)\n"
+        "engine_packages = {f'radixkv.{package}' for package in ('cache', 'scheduling', 'engine', 'startup')}\n"
+        "assert not (engine_packages | {'torch'}) & set(sys.modules)\n"
     )
 
     def talk(address):
@@ -395,20 +400,22 @@ def test_the_client_works_where_the_engine_is_not_installed():
             check=False,
         )
 
-    done = serve_and_call(FakeEngine(), talk)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+    completed = serve_and_call(FakeEngine(), talk)
+    assert (completed.returncode, completed.stdout, completed.stderr) == (0, "3\n", "")
 
 
 def test_a_token_is_sent_with_every_call_with_or_without_a_prefix_key():
-    class Credentials(PrefillServiceServicer):
+    class HeaderNames(PrefillServiceServicer):
+        """Answers with the names of the headers that it received, as the request id."""
+
         async def Prefill(self, request, context):  # noqa: N802
             names = {"authorization", "x-prefix-key"}
-            text = ",".join(sorted(name for name, _ in context.invocation_metadata() if name in names))
-            return PrefillResponse(request_id=text)
+            received = sorted(name for name, _ in context.invocation_metadata() if name in names)
+            return PrefillResponse(request_id=",".join(received))
 
     async def run():
         server = grpc.aio.server()
-        add_PrefillServiceServicer_to_server(Credentials(), server)
+        add_PrefillServiceServicer_to_server(HeaderNames(), server)
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         try:

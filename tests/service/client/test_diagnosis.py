@@ -14,7 +14,8 @@ FAILED = "failed to connect to all addresses; last error: "
 HANDSHAKE = "handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1:SSL routines:OPENSSL_internal:"
 
 
-def explained(code: grpc.StatusCode, details: str | None, timeout_s: float | None = 5.0, **facts: object) -> tuple:
+def explain(code: grpc.StatusCode, details: str | None, timeout_s: float | None = 5.0, **facts: object) -> tuple:
+    """Return the class and the text of the exception for a failed Prefill; `facts` are facts about the connection."""
     diagnosis = Diagnosis("kv:50051", **facts)  # type: ignore[arg-type]
     error = diagnosis.error_of(grpc.aio.AioRpcError(code, details=details), "Prefill", timeout_s)
     assert isinstance(error, errors.ServiceError)
@@ -61,21 +62,21 @@ def explained(code: grpc.StatusCode, details: str | None, timeout_s: float | Non
         ),
     ],
 )
-def test_no_connection(details: str, words: str) -> None:
-    kind, text = explained(C.UNAVAILABLE, details)
-    assert kind is errors.ConnectError
+def test_a_connection_that_cannot_be_made_is_explained(details: str, words: str) -> None:
+    error_type, text = explain(C.UNAVAILABLE, details)
+    assert error_type is errors.ConnectError
     assert words in text
 
 
 @pytest.mark.parametrize("details", ["Socket closed", "recvmsg:Connection reset by peer (104)"])
-def test_a_connection_that_is_closed_at_once(details: str) -> None:
+def test_a_connection_that_is_closed_at_once_is_explained_by_tls(details: str) -> None:
     for facts, words in (
         ({}, "if the server uses TLS, connect with `tls_ca` (--tls-ca)"),
         ({"has_tls": True}, "the server may require a certificate"),
         ({"has_tls": True, "has_certificate": True}, "does the server trust the authority that signed `certificate`?"),
     ):
-        kind, text = explained(C.UNAVAILABLE, f"{FAILED}UNAVAILABLE: ipv4:10.0.0.1:1: {details}", **facts)
-        assert kind is errors.ConnectError
+        error_type, text = explain(C.UNAVAILABLE, f"{FAILED}UNAVAILABLE: ipv4:10.0.0.1:1: {details}", **facts)
+        assert error_type is errors.ConnectError
         assert words in text
 
 
@@ -131,14 +132,14 @@ def test_a_connection_that_is_closed_at_once(details: str) -> None:
         ),
     ],
 )
-def test_the_explanation_of_a_failed_call(code: grpc.StatusCode, details: str | None, kind: type, words: str) -> None:
-    found, text = explained(code, details)
-    assert found is kind
+def test_a_failed_call_is_explained(code: grpc.StatusCode, details: str | None, kind: type, words: str) -> None:
+    error_type, text = explain(code, details)
+    assert error_type is kind
     assert words in text
 
 
-def test_a_deadline_of_the_service() -> None:
-    _, text = explained(C.DEADLINE_EXCEEDED, "deadline: passed before the answer was known", timeout_s=None)
+def test_a_deadline_that_the_service_sets_is_named() -> None:
+    _, text = explain(C.DEADLINE_EXCEEDED, "deadline: passed before the answer was known", timeout_s=None)
     assert "the deadline that kv:50051 gives to calls without one (`server.default_deadline_s`)" in text
 
 

@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from radixkv.service import client as face
+from radixkv.service import client as client_package
 from radixkv.service.client import (
     AsyncClient,
     Cancelled,
@@ -41,16 +41,20 @@ REASON = "token_ids: expected what the service expects, got something else"
 
 
 class Refusing(PrefillServiceServicer):
-    """Ends each call with the status that its tenant names; the salt is its reason."""
+    """Ends each call with the status that its tenant names; the salt of the request is the reason.
+
+    The tenant `logits` gets a response of 5,000 bytes, and the tenant `late` one after the test. Without a tenant, the
+    response is empty.
+    """
 
     def __init__(self) -> None:
-        self.is_over = threading.Event()
+        self.test_has_ended = threading.Event()
 
     def Prefill(self, request: Any, context: Any) -> PrefillResponse:  # noqa: N802
         if request.tenant == "logits":
             return PrefillResponse(logits=b"\0" * 5_000)
         if request.tenant == "late":
-            self.is_over.wait()
+            self.test_has_ended.wait()
         elif request.tenant:
             metadata = (("retry-after-ms", "250"), ("radixkv-cause", "hold_lease")) if request.salt == "full" else ()
             context.set_trailing_metadata(metadata)
@@ -76,7 +80,7 @@ def served(credentials: grpc.ServerCredentials | None = None, *options: tuple[st
     try:
         yield f"127.0.0.1:{port}", server
     finally:
-        servicer.is_over.set()
+        servicer.test_has_ended.set()
         server.stop(None).wait()
 
 
@@ -89,7 +93,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def credential_files(tmp_path_factory: pytest.TempPathFactory) -> CredentialFiles:
-    """Certificates."""
+    """The certificates and keys of the server and the clients."""
     return CredentialFiles(tmp_path_factory.mktemp("credential_files"))
 
 
@@ -101,6 +105,7 @@ def tls_address(credential_files: CredentialFiles) -> Iterator[str]:
 
 
 def key_pair(credential_files: CredentialFiles) -> tuple[bytes, bytes]:
+    """Return the private key and the certificate chain of the server."""
     return (credential_files.folder / "server.key").read_bytes(), (credential_files.folder / "server.pem").read_bytes()
 
 
@@ -154,22 +159,26 @@ def subclasses(kind: type[ServiceError]) -> list[type[ServiceError]]:
     return [each for child in kind.__subclasses__() for each in (child, *subclasses(child))]
 
 
-@pytest.mark.parametrize(("text", "root"), [(errors.__doc__, "ServiceError"), (face.__doc__, "ServiceError")])
+@pytest.mark.parametrize(
+    ("text", "root"),
+    [(errors.__doc__, "ServiceError"), (client_package.__doc__, "ServiceError")],
+    ids=["errors", "package"],
+)
 def test_the_docstrings_draw_the_whole_tree(text: str, root: str) -> None:
     drawn: dict[str, str] = {}
     path: list[str] = []
     for bars, name in re.findall(r"^    ([│├└─ ]*)([A-Z]\w+)(?= |$)", text, re.MULTILINE):
         if name == root:
-            first, path = len(bars) // 4, [root]
+            root_depth, path = len(bars) // 4, [root]
         elif path:
-            depth = len(bars) // 4 - first
+            depth = len(bars) // 4 - root_depth
             path = [*path[:depth], name]
             drawn[name] = path[depth - 1]
     assert drawn == {kind.__name__: kind.__base__.__name__ for kind in subclasses(ServiceError) if kind.__base__}
 
 
 def test_every_exception_can_be_imported_from_the_package() -> None:
-    assert {kind.__name__ for kind in (ServiceError, *subclasses(ServiceError))} <= set(face.__all__)
+    assert {kind.__name__ for kind in (ServiceError, *subclasses(ServiceError))} <= set(client_package.__all__)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -178,8 +187,9 @@ def test_a_status_is_an_exception_with_the_reason_of_the_service(address: str, c
     error = error_of(call, address, tenant=code.name, salt=REASON)
     assert (error.code(), error.details()) == (code, REASON)
     assert REASON in str(error)
-    own = [kind for kind in subclasses(ServiceError) if kind.status is code and kind.__base__.status is not code]
-    assert type(error) is (own[0] if own else ServiceError)
+    # The topmost class with this status; subclasses of it are raised for special causes only.
+    classes = [kind for kind in subclasses(ServiceError) if kind.status is code and kind.__base__.status is not code]
+    assert type(error) is (classes[0] if classes else ServiceError)
     assert (error.address, error.timeout_s) == (address, PATIENCE_S)
     assert error.call == ("Generate" if call in (blocking_generate, awaited_generate) else "Prefill")
 
@@ -215,7 +225,7 @@ def test_an_exception_can_be_sent_to_another_process(address: str) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_an_address_without_a_server(closed_address: str, call: Call) -> None:
+def test_an_address_where_no_server_listens_is_a_connect_error(closed_address: str, call: Call) -> None:
     error = error_of(call, closed_address)
     assert type(error) is ConnectError
     assert error.code() is grpc.StatusCode.UNAVAILABLE
@@ -223,7 +233,7 @@ def test_an_address_without_a_server(closed_address: str, call: Call) -> None:
 
 
 @pytest.mark.parametrize("call", UNARY)
-def test_an_http_port_is_not_the_service(call: Call) -> None:
+def test_an_http_port_is_a_connect_error(call: Call) -> None:
     class Quiet(http.server.BaseHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
             pass
@@ -240,7 +250,7 @@ def test_an_http_port_is_not_the_service(call: Call) -> None:
 
 
 @pytest.mark.parametrize("call", UNARY)
-def test_tls_that_does_not_match_the_server(
+def test_tls_that_does_not_match_the_server_is_a_connect_error(
     address: str, tls_address: str, credential_files: CredentialFiles, call: Call
 ) -> None:
     ca, other_ca = credential_files.folder / "ca.pem", credential_files.folder / "client_ca.pem"
@@ -249,16 +259,16 @@ def test_tls_that_does_not_match_the_server(
         (address, ca, "does not speak TLS; check the port, or connect without `tls_ca`"),
         (tls_address, other_ca, "is not signed by an authority in `tls_ca`"),
     ]
-    for where, tls_ca, words in cases:
-        error = error_of(call, where, access={"tls_ca": tls_ca})
+    for server_address, tls_ca, words in cases:
+        error = error_of(call, server_address, access={"tls_ca": tls_ca})
         assert type(error) is ConnectError
         assert words in str(error)
-        assert where in str(error)
+        assert server_address in str(error)
     call(tls_address, (1,), {}, {"tls_ca": ca})  # the right credentials
 
 
 @pytest.mark.parametrize("call", UNARY)
-def test_a_certificate_for_another_name(credential_files: CredentialFiles, call: Call) -> None:
+def test_a_certificate_for_another_name_is_a_connect_error(credential_files: CredentialFiles, call: Call) -> None:
     issued = credential_files.ca.issue_cert("kv.example.org")
     pair = issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes()
     with served(grpc.ssl_server_credentials([pair])) as (address, _):
@@ -268,7 +278,9 @@ def test_a_certificate_for_another_name(credential_files: CredentialFiles, call:
 
 
 @pytest.mark.parametrize("call", UNARY)
-def test_a_server_that_requires_a_certificate(credential_files: CredentialFiles, call: Call) -> None:
+def test_a_client_without_a_required_certificate_gets_a_connect_error(
+    credential_files: CredentialFiles, call: Call
+) -> None:
     roots = (credential_files.folder / "client_ca.pem").read_bytes()
     with served(grpc.ssl_server_credentials([key_pair(credential_files)], roots, require_client_auth=True)) as (
         address,
@@ -320,7 +332,7 @@ def test_a_service_on_this_machine_is_called_without_a_proxy(address: str, call:
 
 
 @pytest.mark.parametrize("call", UNARY)
-def test_messages_beyond_a_limit(address: str, call: Call) -> None:
+def test_an_error_for_a_too_large_message_names_the_limit(address: str, call: Call) -> None:
     for prompt, options, access, words in (
         (
             [1] * 1_000,
@@ -355,23 +367,23 @@ def test_a_deadline_says_what_was_late_and_after_what_time(address: str, call: C
     assert str(error).startswith(f"{error.call} was not answered in full by {address} within its deadline of 0.5 s; ")
 
 
-def test_a_call_that_the_server_does_not_have(address: str) -> None:
+def test_a_call_that_the_server_does_not_offer_is_unimplemented(address: str) -> None:
     with Client(address, timeout_s=PATIENCE_S) as client, pytest.raises(Unimplemented) as caught:
         client.stats()
     assert str(caught.value).startswith(f"the service at {address} does not offer Stats: ")
 
 
 @pytest.mark.parametrize("call", [blocking_generate, awaited_generate])
-def test_a_server_that_ends_in_the_middle_of_an_answer(call: Call) -> None:
+def test_a_server_that_stops_in_the_middle_of_an_answer_is_unavailable(call: Call) -> None:
     with served() as (address, server):
         options = {"tenant": "late"}
         threading.Timer(0.5, server.stop, (None,)).start()
         error = error_of(call, address, **options)
-    assert type(error) in (Unavailable, ConnectError), "whether it began before the server stopped"
+    assert type(error) in (Unavailable, ConnectError), "ConnectError if the server stopped before the call began"
     assert address in str(error)
 
 
-def test_a_stream_that_another_thread_closes(address: str) -> None:
+def test_a_stream_whose_client_another_thread_closes_is_cancelled(address: str) -> None:
     client = Client(address, timeout_s=PATIENCE_S)
     stream = client.generate([1], tenant="late")
     assert next(stream).token_ids == [1]
@@ -382,18 +394,21 @@ def test_a_stream_that_another_thread_closes(address: str) -> None:
 
 @pytest.mark.parametrize("is_awaited", [False, True])
 def test_a_closed_client_makes_no_calls(address: str, is_awaited: bool) -> None:
-    async def call() -> None:
+    async def awaited_call() -> None:
         client = AsyncClient(address)
         await client.close()
         await client.prefill([1])
 
-    def talk() -> None:
+    def call() -> None:
+        if is_awaited:
+            asyncio.run(awaited_call())
+            return
         client = Client(address)
         client.close()
         client.prefill([1])
 
     with pytest.raises(ValueError, match=r"^client: it has been closed; make another one$"):
-        asyncio.run(call()) if is_awaited else talk()
+        call()
 
 
 def test_a_missing_file_is_an_error_of_the_file(tmp_path: Path) -> None:

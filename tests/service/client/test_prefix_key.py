@@ -69,13 +69,12 @@ class Headers(grpc.aio.ServerInterceptor):
 def test_calls_with_a_prompt_send_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
     headers = Headers()
     make_server = grpc.aio.server
-    monkeypatch.setattr(
-        grpc.aio,
-        "server",
-        lambda *args, **kwargs: make_server(
-            *args, **{**kwargs, "interceptors": (headers, *(kwargs.get("interceptors") or ()))}
-        ),
-    )
+
+    def make_recording_server(*arguments: Any, **options: Any) -> grpc.aio.Server:
+        options["interceptors"] = (headers, *(options.get("interceptors") or ()))
+        return make_server(*arguments, **options)
+
+    monkeypatch.setattr(grpc.aio, "server", make_recording_server)
 
     def talk(address: str) -> None:
         with Client(address, prefix_key_tokens=2) as client:
@@ -99,5 +98,5 @@ def test_calls_with_a_prompt_send_the_header(monkeypatch: pytest.MonkeyPatch) ->
 
     asyncio.run(run())
     key = key_of([1, 2], 2)
-    once = [("Prefill", key), ("Generate", key), ("Probe", key), ("Retain", key), ("Stats", None)]
-    assert headers.received == [*once, *once, ("Prefill", None)]
+    calls_of_a_client = [("Prefill", key), ("Generate", key), ("Probe", key), ("Retain", key), ("Stats", None)]
+    assert headers.received == [*calls_of_a_client, *calls_of_a_client, ("Prefill", None)]

@@ -32,21 +32,25 @@ class Service(PrefillServiceServicer, CacheServiceServicer, ModelServiceServicer
     """Answers with a script, and records the requests.
 
     Attributes:
-        script: the messages of every generation; None for one that never answers.
+        script: the messages of every generation.
         requests: all that were received, in order.
-        num_cancelled: generations that ended before they were answered.
+        generation_ended: a future that is set when the first generation has ended, answered or cancelled.
     """
 
     def __init__(self):
         self.script = []
         self.requests = []
-        self.is_cancelled = concurrent.futures.Future()
+        self.generation_ended = concurrent.futures.Future()
         self.tokenizer = ModelTokenizer("tiny")
 
     def Generate(self, request, context):  # noqa: N802
         self.requests.append(request)
-        context.add_callback(lambda: self.is_cancelled.done() or self.is_cancelled.set_result(True))
+        context.add_callback(self._note_end)
         yield from self.script
+
+    def _note_end(self):
+        if not self.generation_ended.done():
+            self.generation_ended.set_result(True)
 
     def Prefill(self, request, context):  # noqa: N802
         self.requests.append(request)
@@ -74,9 +78,9 @@ class Service(PrefillServiceServicer, CacheServiceServicer, ModelServiceServicer
         yield TokenizerChunk(data=b"" if request.digest_only else data, sha256=digest)
 
     def prompts(self):
-        """The token ids of the requests with a prompt."""
-        asked = [getattr(request, "prefill", request) for request in self.requests]
-        return [list(each.token_ids) for each in asked if hasattr(each, "token_ids")]
+        """Return the token ids of the requests that have a prompt."""
+        requests = [getattr(request, "prefill", request) for request in self.requests]
+        return [list(request.token_ids) for request in requests if hasattr(request, "token_ids")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,23 +110,23 @@ def address(service):
 
 @pytest.fixture(params=["Client", "AsyncClient"])
 def use(request, address):
-    """Call a function with each of the clients, and wait for what it returns; a list if that is a stream."""
+    """Return a function that calls its argument with a client, and awaits the result; a stream is read into a list."""
 
     def blocking(function):
         with Client(address, timeout_s=PATIENCE_S) as client:
-            found = function(client)
-            return list(found) if hasattr(found, "__iter__") and not isinstance(found, str) else found
+            result = function(client)
+            return list(result) if hasattr(result, "__iter__") and not isinstance(result, str) else result
 
     async def awaited(function):
         async with AsyncClient(address, timeout_s=PATIENCE_S) as client:
-            found = function(client)
-            return await found if inspect.isawaitable(found) else [each async for each in found]
+            result = function(client)
+            return await result if inspect.isawaitable(result) else [each async for each in result]
 
     return blocking if request.param == "Client" else lambda function: asyncio.run(awaited(function))
 
 
 def result_of(*parts, index=0, reason="STOP"):
-    """Messages with these tokens, as a service sends them."""
+    """Return messages with these tokens, as a service sends them."""
     messages = [GenerateResponse(token_ids=part, index=index) for part in parts]
     messages[0].usage.CopyFrom(Usage(prompt_tokens=9, cached_tokens=4))
     messages[-1].MergeFrom(
@@ -154,29 +158,28 @@ def test_token_ids_are_sent_and_answered_as_they_are_without_a_tokenizer(service
 
 
 def test_a_client_fetches_the_tokenizer_once(service, use):
-    asked = []
+    request_counts = []  # after three prefills
 
     def blocking(client):
         for _ in range(3):
             client.prefill("a")
-        asked.append(len(service.requests))
+        request_counts.append(len(service.requests))
         return client.tokenizer() is client.tokenizer()
 
     async def awaited(client):
         await asyncio.gather(*(client.prefill("a") for _ in range(3)))
-        asked.append(len(service.requests))
+        request_counts.append(len(service.requests))
         return await client.tokenizer() is await client.tokenizer()
 
-    def either(client):
+    def prefill_three_times(client):
         return blocking(client) if isinstance(client, Client) else awaited(client)
 
-    assert use(either)
-    first, *_ = asked
-    num_tokenizer = first - 3
-    assert num_tokenizer in (1, 2), "the digest, and the files where they are not kept yet"
+    assert use(prefill_three_times)
+    num_tokenizer_requests = request_counts[0] - 3
+    assert num_tokenizer_requests in (1, 2), "one for the digest, and one for the files if they are not stored yet"
     service.requests.clear()
-    assert use(either)
-    assert asked[1] == 1 + 3
+    assert use(prefill_three_times)
+    assert request_counts[1] == 1 + 3
 
 
 def test_another_model_at_the_same_address_is_noticed_by_tokenizer(service, address, tmp_path):
@@ -192,7 +195,7 @@ def test_another_model_at_the_same_address_is_noticed_by_tokenizer(service, addr
     assert as_token == [END]
 
 
-def test_text_comes_as_it_is_generated_and_whole_at_the_end(service, use):
+def test_text_is_streamed_as_it_is_generated_and_can_be_read_whole(service, use):
     euro = "€".encode()
     service.script = result_of([*b"5 "], [*euro[:2]], [euro[2], ord(" ")], [END, *b"ok"], reason="LENGTH")
     chunks = use(lambda client: client.generate("a", max_new_tokens=9))
@@ -245,16 +248,16 @@ def test_the_messages_of_an_answer_are_joined(service, address):
             return answer
 
     with Client(address, timeout_s=PATIENCE_S) as client:
-        answer = client.generate("x")
-        answer.read()
-    for read in (answer, asyncio.run(awaited())):
-        assert list(read.response.token_ids) == [1, 2, 3]
-        assert FinishReason.Name(read.response.finish_reason) == "STOP"
-        assert MissReason.Name(read.response.miss_reason) == "DIVERGED"
-        assert read.texts == ["\x01\x02\x03"]
+        blocking_answer = client.generate("x")
+        blocking_answer.read()
+    for answer in (blocking_answer, asyncio.run(awaited())):
+        assert list(answer.response.token_ids) == [1, 2, 3]
+        assert FinishReason.Name(answer.response.finish_reason) == "STOP"
+        assert MissReason.Name(answer.response.miss_reason) == "DIVERGED"
+        assert answer.texts == ["\x01\x02\x03"]
 
 
-def test_a_blank_at_the_start_is_that_of_the_answer(service, use):
+def test_a_blank_at_the_start_of_an_answer_is_kept(service, use):
     (token_id,) = byte_level().encode(" the")
     service.script = result_of([token_id])
     assert use(lambda client: client.generate("a").read()) == " the"
@@ -298,7 +301,7 @@ def test_closing_an_answer_cancels_its_call(service, address):
         answer = client.generate("a")
         next(answer)
         answer.close()
-        assert service.is_cancelled.result(PATIENCE_S)
+        assert service.generation_ended.result(PATIENCE_S)
         assert list(answer) == []
 
 
@@ -314,7 +317,7 @@ def test_closing_an_awaited_answer_cancels_its_call_or_never_makes_it(service, a
             answer = client.generate("a")
             await anext(answer)
             await answer.aclose()
-            await asyncio.to_thread(service.is_cancelled.result, PATIENCE_S)
+            await asyncio.to_thread(service.generation_ended.result, PATIENCE_S)
             assert [each async for each in answer] == []
 
     asyncio.run(run())

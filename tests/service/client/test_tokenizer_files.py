@@ -10,8 +10,7 @@ import grpc
 import pytest
 
 from radixkv.config.cache_directory import temporary_cache_directory
-from radixkv.service.client import AsyncClient, Client
-from radixkv.service.client import tokenizer_files as module
+from radixkv.service.client import AsyncClient, Client, tokenizer_files
 from radixkv.service.client.tokenizer_files import MAX_FILES, ArchiveReader, stored_files
 from radixkv.v1.model_pb2 import TokenizerChunk
 from tests.patience import PATIENCE_S
@@ -34,6 +33,7 @@ def zip_of(files, compression=zipfile.ZIP_STORED):
 
 
 def store(data, digest=None):
+    """Receive an archive in two messages, and store its files; return their directory."""
     reader = ArchiveReader()
     reader.add(TokenizerChunk(data=data[:10]))
     reader.add(TokenizerChunk(data=data[10:], sha256=digest or hashlib.sha256(data).hexdigest()))
@@ -47,7 +47,7 @@ def test_files_are_stored_under_their_digest(folder):
     directory = store(data)
     assert directory == stored_files(digest) == folder / digest
     assert sorted(path.name for path in directory.iterdir()) == ["chat_template.jinja", "tokenizer.json"]
-    assert store(data) == directory, "another process was faster"
+    assert store(data) == directory, "storing the files again, as another process may do, changes nothing"
     assert os.listdir(folder) == [digest], "nothing is left behind"
 
 
@@ -109,7 +109,7 @@ def test_names_that_lead_elsewhere_and_code_are_refused(folder, name):
 def test_too_many_or_too_large_files_are_refused(folder, monkeypatch):
     with pytest.raises(ValueError, match="tokenizer: expected at most 50 files, got 51"):
         store(zip_of({f"{number}.json": "" for number in range(MAX_FILES + 1)}))
-    monkeypatch.setattr(module, "MAX_BYTES", 2000)
+    monkeypatch.setattr(tokenizer_files, "MAX_BYTES", 2000)
     with pytest.raises(ValueError, match="tokenizer: the files in the zip archive are larger than 2000 bytes"):
         store(zip_of({"a.json": "x" * 1000, "b.json": "x" * 1001}, zipfile.ZIP_DEFLATED))
     with pytest.raises(ValueError, match="tokenizer: the zip archive is larger than 2000 bytes"):
@@ -119,7 +119,7 @@ def test_too_many_or_too_large_files_are_refused(folder, monkeypatch):
 
 def test_a_broken_zip_is_refused(folder):
     data = bytearray(zip_of({"tokenizer.json": "text" * 100}, zipfile.ZIP_DEFLATED))
-    data[45] ^= 255
+    data[45] ^= 255  # the second byte of the compressed file; its header has 30 bytes, its name 14
     for broken in (b"no zip at all", bytes(data)):
         with pytest.raises(ValueError, match=f"tokenizer: the {len(broken)} bytes"):
             store(broken)
@@ -129,11 +129,11 @@ def test_a_broken_zip_is_refused(folder):
 def test_a_relative_cache_home_is_ignored(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", "/nowhere")
-    assert module._tokenizers_folder() == Path("/nowhere/.cache/radixkv/tokenizers")
+    assert tokenizer_files._tokenizers_folder() == Path("/nowhere/.cache/radixkv/tokenizers")
 
 
-def asking(model_path):
-    """Tokenizers as both clients load them from a server."""
+def load_with_both_clients(model_path):
+    """Return the tokenizers that both clients load from a server of this model."""
 
     def blocking(address):
         with Client(address, timeout_s=PATIENCE_S) as client:
@@ -150,19 +150,19 @@ def asking(model_path):
 
 
 def test_both_clients_load_the_tokenizer_of_the_served_model(folder):
-    for tokenizer in asking("tiny"):
+    for tokenizer in load_with_both_clients("tiny"):
         assert tokenizer.decode(tokenizer.encode("a prompt é")) == "a prompt é"
         assert tokenizer.has_chat_template
     assert len(os.listdir(folder)) == 1
 
 
 def test_files_are_fetched_once(monkeypatch):
-    asking("tiny")
+    load_with_both_clients("tiny")
     monkeypatch.setattr(ArchiveReader, "store", lambda _: pytest.fail("the files are stored already"))
-    asking("tiny")
+    load_with_both_clients("tiny")
 
 
 def test_a_model_without_a_tokenizer_is_not_found():
     with pytest.raises(grpc.RpcError) as caught:
-        asking(None)
+        load_with_both_clients(None)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND

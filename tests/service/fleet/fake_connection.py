@@ -22,21 +22,28 @@ def facts(address: str, epoch: int = 1) -> ReplicaFacts:
 
 
 def failure(code: grpc.StatusCode, details: str = "refused", cause: Cause | None = None) -> grpc.aio.AioRpcError:
+    """Return the error of a call that a replica refuses; its trailing metadata has the cause and another key."""
     trailing = [("a", "b")] if cause is None else [("a", "b"), (CAUSE_KEY, cause.value)]
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details)
 
 
 class FakeConnection:
-    """A connection to a replica whose state a test sets."""
+    """Stands in for a ReplicaConnection: a test sets whether the replica is up or lost, and its calls.
+
+    Attributes:
+        num_checks: number of health checks that were requested.
+        num_calls: number of calls in progress.
+        batches: the event batches that `subscribe` yields.
+    """
 
     in_flight = ReplicaConnection.in_flight
     metadata = (("authorization", "Bearer token"),)
 
-    def __init__(self, about: ReplicaFacts) -> None:
-        self.facts = about
+    def __init__(self, replica_facts: ReplicaFacts) -> None:
+        self.facts = replica_facts
         self.is_up = True
         self.is_lost = False
-        self.num_looks = self.num_calls = 0
+        self.num_checks = self.num_calls = 0
         self.is_closed = False
         self.prefill = SimpleNamespace()
         self.batches: asyncio.Queue = asyncio.Queue()
@@ -49,7 +56,7 @@ class FakeConnection:
         await asyncio.Event().wait()
 
     async def check(self) -> None:
-        self.num_looks += 1
+        self.num_checks += 1
 
     async def wait_for(self, awaitable: Awaitable):
         if self.is_lost:

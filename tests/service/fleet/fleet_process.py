@@ -15,14 +15,23 @@ from bench.fleet.processes import listeners
 from bench.parts.peers.process_tree import descendants
 from tests.patience import PATIENCE_S, wait_until
 
-SMALL = ("--model", "tiny", "--port", "0", "--set", "cache.capacity_tokens=32768", "--set", "server.drain_timeout_s=2")
+SMALL_FLEET = (
+    "--model",
+    "tiny",
+    "--port",
+    "0",
+    "--set",
+    "cache.capacity_tokens=32768",
+    "--set",
+    "server.drain_timeout_s=2",
+)
 
 
 class FleetProcess:
-    """A fleet that runs.
+    """A running fleet.
 
     Attributes:
-        address: of its ingress.
+        address: address of its ingress.
     """
 
     def __init__(self, process: subprocess.Popen[str], address: str) -> None:
@@ -30,7 +39,7 @@ class FleetProcess:
         self.address = address
 
     def pids(self, name: str = "") -> list[int]:
-        """Processes of the fleet that are alive, all or those whose command has a name in it, oldest first."""
+        """Return the living processes of the fleet whose command line contains `name`, by ascending process id."""
         return [pid for pid in sorted(descendants(self._process.pid)) if name in command_of(pid)]
 
     def terminate(self) -> None:
@@ -40,32 +49,32 @@ class FleetProcess:
 
 @contextlib.contextmanager
 def running_fleet(*arguments: str, log: Path) -> Iterator[FleetProcess]:
-    """Run `radixkv fleet`. Afterwards, none of its processes is left."""
-    command = [sys.executable, "-m", "radixkv.service", "fleet", *SMALL, *arguments]
+    """Run `radixkv fleet` inside the `with` block, and then end all of its processes."""
+    command = [sys.executable, "-m", "radixkv.service", "fleet", *SMALL_FLEET, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (
-        # Names of sockets below it have 107 bytes at most, so it is not in the folder of the log.
+        # Ray creates sockets in this directory. Their paths may have 107 bytes; the path of the log is too long.
         tempfile.TemporaryDirectory(prefix="fleet", ignore_cleanup_errors=True) as environment["RAY_TMPDIR"],
         log.open("w", encoding="utf-8") as stderr,
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, start_new_session=True
         ) as process,
     ):
-        seen: set[int] = set()
+        fleet_pids: set[int] = set()
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line.startswith("listening on "), (line, log.read_text("utf-8")[-4000:])
             fleet = FleetProcess(process, line.removeprefix("listening on ").strip())
             yield fleet
-            seen = descendants(process.pid)
+            fleet_pids = descendants(process.pid)
             fleet.terminate()
             assert process.returncode == 0, log.read_text("utf-8")[-4000:]
-            wait_until(lambda: not any(is_alive(pid) for pid in seen))
+            wait_until(lambda: not any(is_alive(pid) for pid in fleet_pids))
         finally:
-            seen |= descendants(process.pid)
+            fleet_pids |= descendants(process.pid)
             process.kill()
-            for pid in seen:
+            for pid in fleet_pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -83,5 +92,5 @@ def is_alive(pid: int) -> bool:
 
 
 def listening_elsewhere(pids: list[int]) -> list[str]:
-    """Addresses beyond loopback on which processes listen, as Linux writes them."""
+    """Return the addresses other than loopback on which processes listen, in hexadecimal as in /proc/net/tcp."""
     return [each for each in listeners(pids) if not each.startswith(("0100007F:", "0000000000000000FFFF00000100007F:"))]

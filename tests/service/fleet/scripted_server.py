@@ -1,4 +1,4 @@
-"""A server with scripted streams, and a clock that only pauses advance."""
+"""A server with scripted streams of events, and a clock that advances only during pauses between them."""
 
 from __future__ import annotations
 
@@ -13,45 +13,47 @@ from radixkv.routing.fleet_view import FleetView
 from radixkv.service.fleet.event_subscription import EventSubscription
 from radixkv.v1 import events_pb2
 
-SIZE = 4
+BLOCK_SIZE = 4
 
 
 def refusal(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())
 
 
-def batch(number: int, *hashes: int) -> events_pb2.EventBatch:
-    stored = events_pb2.BlocksStored(block_hashes=hashes, token_ids=[0] * SIZE * len(hashes), block_size=SIZE)
-    return events_pb2.EventBatch(sequence_number=number, events=[events_pb2.CacheEvent(stored=stored)])
+def batch(sequence_number: int, *hashes: int) -> events_pb2.EventBatch:
+    stored = events_pb2.BlocksStored(
+        block_hashes=hashes, token_ids=[0] * BLOCK_SIZE * len(hashes), block_size=BLOCK_SIZE
+    )
+    return events_pb2.EventBatch(sequence_number=sequence_number, events=[events_pb2.CacheEvent(stored=stored)])
 
 
-def snapshot(number: int, *hashes: int) -> events_pb2.EventBatch:
-    message = batch(number, *hashes)
+def snapshot(sequence_number: int, *hashes: int) -> events_pb2.EventBatch:
+    message = batch(sequence_number, *hashes)
     message.events.insert(0, events_pb2.CacheEvent(cleared=events_pb2.AllCleared()))
     message.snapshot.CopyFrom(events_pb2.SnapshotPart(index=0, count=1, blocks=len(hashes)))
     return message
 
 
 class ScriptedServer:
-    """Answers each subscription with the next of its streams; after the last one the replica leaves.
+    """Answers each subscription with the next of its streams. `run` ends when a further one is requested.
 
     Attributes:
-        view: has the replica `a`.
-        starts: numbers that were subscribed from.
-        pauses: seconds between the streams.
-        num_closed: streams that were read to their end or closed.
+        view: the view that the subscription updates; the server is its replica `a`.
+        starts: the sequence numbers after which subscriptions started.
+        pauses_s: the pauses before further subscriptions, in seconds.
+        num_closed: number of streams that were read to their end or closed.
     """
 
-    def __init__(self, *streams: list, seconds_a_pause: float = 1.0) -> None:
-        self.view = FleetView(SIZE)
+    def __init__(self, *streams: list, clock_step_s: float = 1.0) -> None:
+        self.view = FleetView(BLOCK_SIZE)
         self.view.join("a")
         self.starts: list[int] = []
-        self.pauses: list[float] = []
+        self.pauses_s: list[float] = []
         self.num_closed = 0
         self._streams = list(streams)
-        self._seconds_a_pause = seconds_a_pause
+        self._clock_step_s = clock_step_s  # by which a pause advances the clock
         self._now_s = 0.0
-        self._is_over = asyncio.Event()
+        self._all_streams_read = asyncio.Event()
 
     async def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False
@@ -60,22 +62,22 @@ class ScriptedServer:
         self.starts.append(start_sequence_number)
         try:
             if not self._streams:
-                self._is_over.set()
+                self._all_streams_read.set()
                 await asyncio.Event().wait()
-            for each in self._streams.pop(0):
-                if isinstance(each, Exception):
-                    raise each
-                yield each
+            for item in self._streams.pop(0):
+                if isinstance(item, Exception):
+                    raise item
+                yield item
         finally:
             self.num_closed += 1
 
-    def run(self, before_the_last=lambda: True) -> None:
-        """Follow the server until all streams are read."""
+    def run(self, holds_before_last_stream=lambda: True) -> None:
+        """Follow the server until all streams are read. Before the last one, the given condition must hold."""
 
         async def follow() -> None:
-            stream = EventSubscription("a", self, self.view, sleep=self._sleep, clock=lambda: self._now_s)
-            task = asyncio.create_task(stream.run())
-            over = asyncio.create_task(self._is_over.wait())
+            subscription = EventSubscription("a", self, self.view, sleep=self._sleep, clock=lambda: self._now_s)
+            task = asyncio.create_task(subscription.run())
+            over = asyncio.create_task(self._all_streams_read.wait())
             await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)
             for each in (over, task):
                 if not each.done():
@@ -84,11 +86,11 @@ class ScriptedServer:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-        self._check = before_the_last
+        self._holds_before_last_stream = holds_before_last_stream
         asyncio.run(follow())
 
     async def _sleep(self, seconds: float) -> None:
-        self.pauses.append(seconds)
+        self.pauses_s.append(seconds)
         if len(self._streams) == 1:
-            assert self._check()
-        self._now_s += self._seconds_a_pause
+            assert self._holds_before_last_stream()
+        self._now_s += self._clock_step_s

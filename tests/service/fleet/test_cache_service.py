@@ -73,11 +73,11 @@ def test_statistics_are_sums_and_those_of_each_replica() -> None:
         async with fleet(2) as served, AsyncClient(served.address) as client:
             response = await client.stats()
             assert [each.address for each in response.replicas] == list(served.engines)
-            parts = [each.stats for each in response.replicas]
-            assert response.blocks.total == sum(each.blocks.total for each in parts) > 0
-            assert (response.model, response.epoch) == (parts[0].model, 0)
-            mine = await client.stats(tenant="a")
-            assert {each.tenant for each in mine.tenants} <= {"a"}
+            replica_stats = [each.stats for each in response.replicas]
+            assert response.blocks.total == sum(each.blocks.total for each in replica_stats) > 0
+            assert (response.model, response.epoch) == (replica_stats[0].model, 0)
+            stats_of_a = await client.stats(tenant="a")
+            assert {each.tenant for each in stats_of_a.tenants} == {"a"}
 
     run(test)
 
@@ -105,7 +105,7 @@ def test_an_unreachable_replica_is_named_and_not_counted() -> None:
 
 
 def test_callers_have_the_same_permissions_as_on_a_server(tmp_path) -> None:
-    roles = {"own": 'role = "tenant"\ntenant = "acme"', "all": 'role = "admin"', "seen": 'role = "reader"'}
+    roles = {"tenant": 'role = "tenant"\ntenant = "acme"', "admin": 'role = "admin"', "reader": 'role = "reader"'}
     credentials = [
         f'[[credentials]]\nname = "{name}"\n{role}\ntoken_sha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n'
         for name, role in roles.items()
@@ -120,23 +120,24 @@ def test_callers_have_the_same_permissions_as_on_a_server(tmp_path) -> None:
                 everything, other = cache_pb2.PurgeRequest(), cache_pb2.PurgeRequest(tenant="b")
                 for name, request, code in (
                     (None, everything, grpc.StatusCode.UNAUTHENTICATED),
-                    ("seen", everything, grpc.StatusCode.PERMISSION_DENIED),
-                    ("own", other, grpc.StatusCode.PERMISSION_DENIED),
+                    ("reader", everything, grpc.StatusCode.PERMISSION_DENIED),
+                    ("tenant", other, grpc.StatusCode.PERMISSION_DENIED),
                 ):
                     metadata = (("authorization", f"Bearer {name}"),) if name else ()
                     with pytest.raises(grpc.aio.AioRpcError) as refused:
                         await stub.Purge(request, metadata=metadata)
                     assert refused.value.code() is code
                 assert engine.purges == []
-                await stub.Purge(everything, metadata=(("authorization", "Bearer own"),))
-                await stub.Purge(everything, metadata=(("authorization", "Bearer all"),))
+                await stub.Purge(everything, metadata=(("authorization", "Bearer tenant"),))
+                await stub.Purge(everything, metadata=(("authorization", "Bearer admin"),))
                 assert [tenant for tenant, _, _ in engine.purges] == ["acme", None]
-                await stub.Stats(cache_pb2.StatsRequest(), metadata=(("authorization", "Bearer seen"),))
+                await stub.Stats(cache_pb2.StatsRequest(), metadata=(("authorization", "Bearer reader"),))
 
     run(test)
 
 
-def answer(scale: int, **fields) -> StatsResponse:
+def replica_stats(scale: int, **fields) -> StatsResponse:
+    """Return the statistics of a replica, with counts that are proportional to `scale`."""
     return StatsResponse(
         model="m",
         device="cpu",
@@ -154,7 +155,7 @@ def answer(scale: int, **fields) -> StatsResponse:
 
 
 def test_counts_add_up_and_equal_values_stay() -> None:
-    response = sum_stats([answer(1), answer(2)], 100)
+    response = sum_stats([replica_stats(1), replica_stats(2)], 100)
     assert (response.model, response.device, response.block_size, response.block_bytes, response.model_fingerprint) == (
         "m", "cpu", 64, 4096, "f",
     )  # fmt: skip
@@ -165,14 +166,16 @@ def test_counts_add_up_and_equal_values_stay() -> None:
 
 
 def test_the_sum_of_one_replica_equals_it_except_for_the_epoch() -> None:
-    expected = answer(3, tenants=[TenantStats(tenant="a", cached_blocks=1)], tiers=[TierStats(tier="host", blocks=1)])
+    expected = replica_stats(
+        3, tenants=[TenantStats(tenant="a", cached_blocks=1)], tiers=[TierStats(tier="host", blocks=1)]
+    )
     response = sum_stats([expected], 100)
     expected.ClearField("epoch")
     assert response == expected
 
 
 def test_tenants_and_stores_add_up_by_their_names() -> None:
-    first = answer(
+    first = replica_stats(
         1,
         tenants=[
             TenantStats(tenant="a", cached_blocks=5, ceiling_blocks=9, stored_blocks={"host": 1}),
@@ -180,7 +183,7 @@ def test_tenants_and_stores_add_up_by_their_names() -> None:
         ],
         tiers=[TierStats(tier="host", is_working=True, blocks=4), TierStats(tier="redis", is_working=True, blocks=1)],
     )
-    second = answer(
+    second = replica_stats(
         2,
         tenants=[
             TenantStats(tenant="b", cached_blocks=7),
@@ -201,7 +204,9 @@ def test_tenants_and_stores_add_up_by_their_names() -> None:
 
 def test_times_add_up_by_their_buckets() -> None:
     times = TimeStats(bounds_s=[1.0, 2.0], counts=[1, 2, 3], sum_s=4.0)
-    response = sum_stats([answer(1, first_tokens=times), answer(1, first_tokens=times), answer(1)], 100)
+    response = sum_stats(
+        [replica_stats(1, first_tokens=times), replica_stats(1, first_tokens=times), replica_stats(1)], 100
+    )
     assert response.first_tokens == TimeStats(bounds_s=[1.0, 2.0], counts=[2, 4, 6], sum_s=8.0)
 
 
@@ -227,6 +232,7 @@ def publish(engine: FakeEngine, prompt: range, session_id: str = "") -> None:
 
 
 def cached_tokens(engine: FakeEngine) -> int:
+    """Count the tokens of PROMPT that the engine has cached for acme."""
     return engine.cache.match(ACME, tokens([*PROMPT, 1])).cached_tokens
 
 
@@ -294,9 +300,10 @@ def test_a_statement_is_the_sum_of_those_of_all_replicas(tmp_path) -> None:
             uses = {"acme": Use(requests=1, device_token_s=0.5)}, {"acme": Use(requests=2), "zeta": Use(requests=4)}
             for (name, engine), use in zip(served.engines.items(), uses, strict=True):
                 engine.statements = accounted_engine(tmp_path / name, **use).statements
-            found = await client.statement(since="2026-11")
-            assert (found.since, found.until, found.covered_s) == ("2026-11-01", "2026-11-28", 600.0)
-            lines = [(line.period, line.tenant, line.requests, line.device_token_s) for line in found.lines]
+            statement = await client.statement(since="2026-11")
+            # Each engine has covered 300 s, and had 10 requests of acme on November 1.
+            assert (statement.since, statement.until, statement.covered_s) == ("2026-11-01", "2026-11-28", 600.0)
+            lines = [(line.period, line.tenant, line.requests, line.device_token_s) for line in statement.lines]
             assert lines == [("2026-11", "acme", 10 + 1 + 10 + 2, 0.5), ("2026-11", "zeta", 4, 0.0)]
             assert [line.requests for line in (await client.statement(tenant="zeta")).lines] == [4]
 
@@ -306,11 +313,11 @@ def test_a_statement_is_the_sum_of_those_of_all_replicas(tmp_path) -> None:
 def test_statements_are_added_up_outside_of_the_event_loop(tmp_path, monkeypatch) -> None:
     threads = set()
 
-    def noted(responses):
+    def sum_and_record_thread(responses):
         threads.add(threading.get_ident())
         return sum_statements(responses)
 
-    monkeypatch.setattr(cache_service, "sum_statements", noted)
+    monkeypatch.setattr(cache_service, "sum_statements", sum_and_record_thread)
 
     async def test() -> None:
         async with fleet(1) as served, AsyncClient(served.address) as client:
@@ -333,7 +340,7 @@ def test_a_refusal_by_all_replicas_does_not_suggest_a_retry() -> None:
     run(test)
 
 
-def test_a_statement_without_a_replica_is_refused(tmp_path) -> None:
+def test_a_statement_that_misses_a_replica_is_refused(tmp_path) -> None:
     async def test() -> None:
         async with fleet(2) as served, AsyncClient(served.address) as client:
             first, second = served.engines
@@ -423,7 +430,7 @@ def test_a_hint_that_misses_a_replica_says_which() -> None:
     run(test)
 
 
-def test_an_envelope_that_is_wrong_reaches_no_replica() -> None:
+def test_hints_with_too_many_actions_reach_no_replica() -> None:
     async def test() -> None:
         async with fleet(2) as served, AsyncClient(served.address) as client:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -469,16 +476,17 @@ def test_the_causes_of_misses_on_all_replicas_are_added_up() -> None:
             first, second = served.engines.values()
             first.misses = diagnosed_engine("acme", "globex").misses
             second.misses = diagnosed_engine("acme").misses
-            found = await client.diagnose(max_causes=3)
-            assert (found.covered_s, found.prompts, found.first_prompts) == (90.0, 60, 3)
-            assert [(each.tenant, each.cause, each.prompts, each.lost_tokens) for each in found.causes] == [
+            # The fake engines have the same misses for each of their tenants, and there are three such profiles.
+            diagnosis = await client.diagnose(max_causes=3)
+            assert (diagnosis.covered_s, diagnosis.prompts, diagnosis.first_prompts) == (90.0, 60, 3)
+            assert [(each.tenant, each.cause, each.prompts, each.lost_tokens) for each in diagnosis.causes] == [
                 ("acme", "RANDOM_ID", 6, 366_000),
                 ("globex", "RANDOM_ID", 3, 183_000),
                 ("acme", "SALT_CHANGED", 2, 1000),
             ]
-            assert found.causes[0].lost_s == 36.0
-            assert not found.causes[2].HasField("lost_s")
-            assert found.further_causes == 1
+            assert diagnosis.causes[0].lost_s == 36.0
+            assert not diagnosis.causes[2].HasField("lost_s")
+            assert diagnosis.further_causes == 1
             second.misses = None  # as on a decode replica
             assert (await client.diagnose()).prompts == 40
             first.misses = None

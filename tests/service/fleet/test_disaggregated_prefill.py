@@ -28,6 +28,7 @@ from radixkv.v1.prefill_pb2 import (
 from tests.service.fleet.fake_connection import FakeConnection, facts, failure
 
 LOST = failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
+# A replica that restarted no longer has the lease, and one that is gone does not answer.
 NO_LEASE = failure(grpc.StatusCode.NOT_FOUND, "in any words", Cause.KV_SOURCE)
 NO_SOURCE = failure(grpc.StatusCode.UNAVAILABLE, "in any words", Cause.KV_SOURCE)
 REQUEST = GenerateRequest(prefill=PrefillRequest(token_ids=[1, 2, 3], tenant="acme"), max_new_tokens=2)
@@ -77,6 +78,8 @@ class Replicas:
 
 
 class Call:
+    """A streaming call of a decode replica, which reads from a list of responses and errors."""
+
     def __init__(self, parts: list[Any]) -> None:
         self.parts = list(parts)
         self.is_cancelled = False
@@ -96,7 +99,7 @@ class Call:
 
 
 class Split:
-    """A fleet of prefill replicas and decode replicas."""
+    """A fleet of prefill replicas (`computing`) and decode replicas (`generating`)."""
 
     def __init__(self, computing: Replicas, generating: Replicas) -> None:
         self.computing, self.generating = computing, generating
@@ -118,7 +121,7 @@ class Split:
 
     @property
     def sources(self) -> list[tuple[str, str]]:
-        """Decode replicas that were called, each with the lease."""
+        """The decode replicas that were called, each with the lease from which it was to fetch the K/V."""
         return [(name, request.kv_source.lease_id) for name, request in self.generating.requests]
 
 
@@ -152,7 +155,7 @@ def test_another_replica_decodes_from_the_same_lease_if_one_is_lost() -> None:
 def test_a_prompt_whose_lease_is_lost_is_prefilled_by_another_replica(lost: Exception) -> None:
     split = Split(Replicas(p=["one"], q=["two"]), Replicas(d=[[lost], ANSWER]))
     assert tokens_of(split.answer()) == [7, 8]
-    assert split.sources == [("d", "one"), ("d", "two")], "who generates is not to blame"
+    assert split.sources == [("d", "one"), ("d", "two")], "the decode replica is not avoided"
     assert split.computing.released == [("p", "one"), ("q", "two")]
 
 
@@ -167,12 +170,12 @@ def test_a_source_that_fails_health_checks_is_abandoned() -> None:
 
 def first_only(connection: FakeConnection) -> Any:
     """Return a `wait_for` of a replica that answers its first call, and then no longer answers health checks."""
-    silent, num_calls = connection.wait_for, 0
+    wait_for_lost_replica, num_calls = connection.wait_for, 0
 
     async def wait_for(awaitable: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
-        return await awaitable if num_calls == 1 else await silent(awaitable)
+        return await awaitable if num_calls == 1 else await wait_for_lost_replica(awaitable)
 
     return wait_for
 
@@ -226,14 +229,13 @@ def test_refusals_are_returned_and_no_lease_stays_held(step: str) -> None:
 def test_a_client_that_cancels_releases_the_lease() -> None:
     split = Split(Replicas(p=["lease"]), Replicas(d=[ANSWER]))
 
-    async def leave(num_parts: int) -> None:
+    async def cancel_after_first_part() -> None:
         parts = split.parts()
-        for _ in range(num_parts):
-            await anext(parts)
+        await anext(parts)
         await parts.aclose()
         await split.disaggregated.finish()
 
-    asyncio.run(leave(1))
+    asyncio.run(cancel_after_first_part())
     assert (split.computing.released, split.generating.calls[0].is_cancelled) == ([("p", "lease")], True)
 
 
@@ -257,7 +259,8 @@ COMPUTED = PrefillResponse(
 )
 
 
-def part(**fields) -> GenerateResponse:
+def decoded_part(**fields) -> GenerateResponse:
+    """Return a response of the decode replica, which fetched 8 of 9 prompt tokens and generated 2."""
     usage = Usage(prompt_tokens=9, cached_tokens=8, computed_tokens=1, generated_tokens=2, remote_tokens=8)
     usage.written_tokens = 3
     timing = Timing(queue_us=3, prefill_us=4, total_us=500, decode_us=6)
@@ -265,16 +268,18 @@ def part(**fields) -> GenerateResponse:
 
 
 def test_usage_combines_the_prompt_and_the_completion_of_both_replicas() -> None:
-    response = with_prefill_usage(part(finished=True), COMPUTED)
+    response = with_prefill_usage(decoded_part(finished=True), COMPUTED)
     expected = Usage()
     expected.CopyFrom(COMPUTED.usage)
     expected.generated_tokens = 2
-    expected.written_tokens = 8
+    expected.written_tokens = 5 + 3
     assert response.usage == expected
     assert response.usage.remote_tokens == 0
     assert response.miss_reason == DIVERGED
-    assert response.timing == Timing(queue_us=1, prefill_us=27, total_us=530, decode_us=6)
-    assert with_prefill_usage(part(), COMPUTED).timing == part().timing, "times are in the last message"
+    # The decode replica's time in the queue counts as part of the prefill.
+    assert response.timing == Timing(queue_us=1, prefill_us=20 + 3 + 4, total_us=30 + 500, decode_us=6)
+    unfinished = with_prefill_usage(decoded_part(), COMPUTED)
+    assert unfinished.timing == decoded_part().timing, "only the last message has the times of both replicas"
 
 
 def test_the_replica_that_computes_a_prompt_explains_it() -> None:
@@ -289,7 +294,8 @@ def test_the_replica_that_computes_a_prompt_explains_it() -> None:
     assert (computed.explain, generated.prefill.explain) == (True, False)
 
 
-def test_other_answers_and_parts_without_counts_stay_as_they_are() -> None:
-    assert with_prefill_usage(part(index=1, finished=True), COMPUTED) == part(index=1, finished=True)
-    assert with_prefill_usage(part(finished=True), None) == part(finished=True)
+def test_further_answers_and_parts_without_usage_stay_as_they_are() -> None:
+    second_answer = decoded_part(index=1, finished=True)
+    assert with_prefill_usage(decoded_part(index=1, finished=True), COMPUTED) == second_answer
+    assert with_prefill_usage(decoded_part(finished=True), None) == decoded_part(finished=True)
     assert with_prefill_usage(GenerateResponse(token_ids=[1]), COMPUTED) == GenerateResponse(token_ids=[1])

@@ -36,8 +36,9 @@ def prompt(first: int, count: int = 9) -> list[int]:
 
 
 def hits(view: FleetView, ids: list[int], *names: str) -> list[int]:
+    """Return how many tokens of a prompt each replica has on its device, in whole blocks of four."""
     blocks = PromptBlocks(BASE, np.array(ids, "<u4").tobytes(), BLOCK_SIZE, Identities())
-    return [found.device for found in view.match(blocks.all(), names or view.names)]
+    return [hit.device for hit in view.match(blocks.all(), names or view.names)]
 
 
 @contextlib.asynccontextmanager
@@ -65,11 +66,11 @@ async def followed(view: FleetView, name: str, address: str):
 def test_a_view_of_two_servers_stays_current_and_recovers():
     async def test():
         view = FleetView(BLOCK_SIZE)
-        async with server_with_events() as (first, one), server_with_events() as (second, two):
+        async with server_with_events() as (first, first_address), server_with_events() as (second, second_address):
             first.store(*prompt(0))
             for name in "ab":
                 view.join(name)
-            async with followed(view, "a", one), followed(view, "b", two):
+            async with followed(view, "a", first_address), followed(view, "b", second_address):
                 assert await becomes_true(lambda: view.is_up_to_date("a") and view.is_up_to_date("b"))
                 assert hits(view, prompt(0)) == [8, 0]
                 second.store(*prompt(0))
@@ -106,7 +107,7 @@ def test_a_server_that_was_started_again_is_read_from_its_snapshot():
     run(test)
 
 
-def test_a_server_without_events_and_blocks_of_another_size_end_a_stream():
+def test_a_server_without_events_or_with_another_block_size_ends_a_subscription():
     async def test():
         view = FleetView(BLOCK_SIZE + 1)
         view.join("a")
@@ -132,7 +133,7 @@ def test_a_broken_stream_resumes_after_the_last_number_with_exponential_backoff(
     )
     server.run()
     assert server.starts == [0, 6, 6, 6, 7]
-    assert server.pauses == [0.05, 0.1, 0.2, 0.05]
+    assert server.pauses_s == [0.05, 0.1, 0.2, 0.05]
     assert server.view.match([1, 2, 3, 4], ["a"]) == [Hits(device=16)]
 
 
@@ -153,14 +154,14 @@ def test_a_missing_batch_requests_a_snapshot():
 
 
 def test_the_blocks_of_an_unreachable_server_are_removed_after_30_s():
-    cut = [refusal(grpc.StatusCode.UNAVAILABLE)]
-    server = ScriptedServer([snapshot(5, 1), *cut], cut, cut, seconds_a_pause=16)
-    server.run(before_the_last=lambda: server.view.match([1], ["a"]) == [Hits(device=4)])
+    broken_stream = [refusal(grpc.StatusCode.UNAVAILABLE)]
+    server = ScriptedServer([snapshot(5, 1), *broken_stream], broken_stream, broken_stream, clock_step_s=16)
+    server.run(holds_before_last_stream=lambda: server.view.match([1], ["a"]) == [Hits(device=4)])
     assert server.view.match([1], ["a"]) == [Hits()]
     assert server.view.number_of("a") == 0
 
 
-def test_a_stream_ends_when_its_server_leaves_the_view():
+def test_a_subscription_ends_when_its_server_leaves_the_view():
     server = ScriptedServer([snapshot(5, 1), refusal(grpc.StatusCode.UNAVAILABLE)])
     server.view.leave("a")
     server.run()
@@ -186,5 +187,5 @@ EVENTS = (
 def test_batches_are_read_as_the_service_writes_them() -> None:
     for part in (None, SnapshotPart(1, 3, 99)):
         batch = EventBatch(12, 3.5, EVENTS, part)
-        read = batch_of(Message.FromString(EventServicer(None, 1)._write(batch, True)))  # type: ignore[arg-type]
-        assert (read.sequence_number, read.time_s, read.events, read.snapshot) == (12, 3.5, EVENTS, part)
+        parsed = batch_of(Message.FromString(EventServicer(None, 1)._write(batch, True)))  # type: ignore[arg-type]
+        assert (parsed.sequence_number, parsed.time_s, parsed.events, parsed.snapshot) == (12, 3.5, EVENTS, part)

@@ -66,6 +66,7 @@ def replica_bounds(config: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def fleet(num_replicas: int = 2, **config):
+    """Yield an ingress in front of servers with fake engines. `config` has settings of the ingress."""
     engines: dict[str, FakeEngine] = {}
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(num_replicas):
@@ -117,7 +118,7 @@ def test_prompts_are_answered_and_the_replica_is_named() -> None:
     run(test)
 
 
-def test_a_call_without_a_prompt_is_refused_by_its_name_there() -> None:
+def test_a_refusal_of_a_call_without_a_prompt_names_the_field() -> None:
     async def test() -> None:
         async with fleet() as served, grpc.aio.insecure_channel(served.address) as channel:
             stub = prefill_pb2_grpc.PrefillServiceStub(channel)
@@ -133,12 +134,13 @@ def test_a_call_without_a_prompt_is_refused_by_its_name_there() -> None:
     run(test)
 
 
-def test_a_route_names_a_replica_once() -> None:
+def test_a_route_names_the_replica_that_gets_the_prompt() -> None:
     async def test() -> None:
         async with fleet() as served, AsyncClient(served.address) as client:
             first = await client.route(PROMPT, tenant="acme")
             assert (first.address in served.engines, first.reason) == (True, fleet_pb2.ROUTED_BY_LOAD)
             again = await client.route(PROMPT, tenant="acme")
+            # All blocks of 4 tokens but the last one, since the last token is always computed.
             assert (again.address, again.cached_tokens, again.num_replicas) == (first.address, 36, 2)
             other = await client.route(PROMPT, avoid=[first.address])
             assert other.address in served.engines.keys() - {first.address}
@@ -222,11 +224,11 @@ def test_a_call_to_a_draining_replica_is_retried() -> None:
 
 def test_a_client_with_the_maximum_number_of_calls_does_not_block_others() -> None:
     async def test() -> None:
-        own_line = (("grpc.use_local_subchannel_pool", 1),)
+        own_connection = (("grpc.use_local_subchannel_pool", 1),)
         async with (
             fleet(1, max_calls=20, max_connection_calls=20) as served,
-            AsyncClient(served.address, options=own_line) as many,
-            AsyncClient(served.address, options=own_line) as other,
+            AsyncClient(served.address, options=own_connection) as many,
+            AsyncClient(served.address, options=own_connection) as other,
         ):
             (engine,) = served.engines.values()
             engine.is_gated = True
@@ -235,18 +237,18 @@ def test_a_client_with_the_maximum_number_of_calls_does_not_block_others() -> No
             (connection,) = served.state.connections
             await connection.check()
             assert connection.is_up
-            asked = asyncio.ensure_future(other.prefill(PROMPT))
-            assert await becomes_true(lambda: asked.done() or len(engine.futures) == 21)
+            call_of_other = asyncio.ensure_future(other.prefill(PROMPT))
+            assert await becomes_true(lambda: call_of_other.done() or len(engine.futures) == 21)
             engine.open_gate()
-            assert (await asked).next_token_id == next_token_of(PROMPT)
+            assert (await call_of_other).next_token_id == next_token_of(PROMPT)
             assert len(await asyncio.gather(*unfinished)) == 20
 
     run(test)
 
 
-@pytest.mark.parametrize(("left_s", "timeout_s"), [(None, 3600.0), (5.0, 5.0), (1e6, 3600.0)])
-def test_every_call_to_a_replica_has_a_deadline(left_s, timeout_s) -> None:
-    context = SimpleNamespace(time_remaining=lambda: left_s, invocation_metadata=lambda: ())
+@pytest.mark.parametrize(("remaining_s", "timeout_s"), [(None, 3600.0), (5.0, 5.0), (1e6, 3600.0)])
+def test_every_call_to_a_replica_has_a_deadline(remaining_s, timeout_s) -> None:
+    context = SimpleNamespace(time_remaining=lambda: remaining_s, invocation_metadata=lambda: ())
     options = call_options(FakeConnection(facts("a")), context)
     assert options == {"timeout": timeout_s, "metadata": FakeConnection.metadata}
 
@@ -261,19 +263,17 @@ def test_callers_are_authenticated_as_by_a_single_server(tmp_path) -> None:
         async with fleet(1, tokens_file=str(tmp_path / "tokens"), insecure=True) as served:
             (engine,) = served.engines.values()
             async with grpc.aio.insecure_channel(served.address) as channel:
-                stub, routes = (
-                    prefill_pb2_grpc.PrefillServiceStub(channel),
-                    fleet_pb2_grpc.FleetServiceStub(channel),
-                )
+                prefills = prefill_pb2_grpc.PrefillServiceStub(channel)
+                routes = fleet_pb2_grpc.FleetServiceStub(channel)
                 own = (("authorization", "Bearer own"),)
-                await stub.Prefill(prefill_pb2.PrefillRequest(token_ids=PROMPT), metadata=own)
+                await prefills.Prefill(prefill_pb2.PrefillRequest(token_ids=PROMPT), metadata=own)
                 assert engine.params[-1].caller.tenant == "acme"
                 await routes.Route(fleet_pb2.RouteRequest(token_ids=PROMPT), metadata=own)
                 for call, code in (
-                    (stub.Prefill(prefill_pb2.PrefillRequest(token_ids=PROMPT)), grpc.StatusCode.UNAUTHENTICATED),
+                    (prefills.Prefill(prefill_pb2.PrefillRequest(token_ids=PROMPT)), grpc.StatusCode.UNAUTHENTICATED),
                     (routes.Route(fleet_pb2.RouteRequest(token_ids=PROMPT)), grpc.StatusCode.UNAUTHENTICATED),
                     (
-                        stub.Prefill(prefill_pb2.PrefillRequest(token_ids=PROMPT, tenant="b"), metadata=own),
+                        prefills.Prefill(prefill_pb2.PrefillRequest(token_ids=PROMPT, tenant="b"), metadata=own),
                         grpc.StatusCode.PERMISSION_DENIED,
                     ),
                     (

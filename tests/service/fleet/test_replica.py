@@ -8,18 +8,21 @@ from radixkv.config import Config, FleetConfig, ServerConfig
 from radixkv.service.fleet.replica import CALLS, ReplicasForLoad, replica_server
 
 TLS = {"tls_certificate": "c", "tls_key": "k"}
-BEYOND = {"max_calls": 4 * 8192, "max_connection_calls": 4 * 8192, "send_timeout_s": 3660.0}
+# Bounds of a replica: four times the default number of calls, and the default `max_deadline_s` and a minute.
+REPLICA_BOUNDS = {"max_calls": 4 * 8192, "max_connection_calls": 4 * 8192, "send_timeout_s": 3660.0}
 SERVER = ServerConfig(host="10.0.0.1", port=7, admin_port=8, metrics_port=9, client_ca="a", tokens_file="t", **TLS)
 
 
 def test_a_replica_listens_without_tls_and_other_ports() -> None:
-    alone = replica_server(Config(server=SERVER), "127.0.0.1")
-    assert alone == ServerConfig(host="127.0.0.1", port=0, tokens_file="t", **BEYOND)
+    replica = replica_server(Config(server=SERVER), "127.0.0.1")
+    assert replica == ServerConfig(host="127.0.0.1", port=0, tokens_file="t", **REPLICA_BOUNDS)
 
 
 def test_a_replica_has_tls_if_the_ingress_knows_its_authorities() -> None:
     config = Config(server=SERVER, fleet=FleetConfig(tls_ca="ca"))
-    assert replica_server(config, "10.0.0.2") == ServerConfig(host="10.0.0.2", port=0, tokens_file="t", **TLS, **BEYOND)
+    assert replica_server(config, "10.0.0.2") == ServerConfig(
+        host="10.0.0.2", port=0, tokens_file="t", **TLS, **REPLICA_BOUNDS
+    )
 
 
 @pytest.mark.parametrize("max_calls", [1, 20, 2**31 - 1])
@@ -35,12 +38,12 @@ def test_an_answer_of_a_replica_may_be_unread_until_its_call_ends(max_deadline_s
 
 
 @pytest.mark.parametrize(
-    ("calls", "expected"), [({}, 2), ({"a": 3.0, "b": 2.0}, 2), ({"a": 16.0, "b": 8.5}, 4), ({"a": 1000.0}, 6)]
+    ("calls", "num_replicas"), [({}, 2), ({"a": 3.0, "b": 2.0}, 2), ({"a": 16.0, "b": 8.5}, 4), ({"a": 1000.0}, 6)]
 )
-def test_a_fleet_grows_by_its_calls(calls, expected) -> None:
+def test_a_fleet_has_a_replica_per_8_calls_within_its_bounds(calls, num_replicas) -> None:
     context = SimpleNamespace(
         aggregated_metrics={CALLS: calls} if calls else None,
         capacity_adjusted_min_replicas=2,
         capacity_adjusted_max_replicas=6,
     )
-    assert ReplicasForLoad(8.0)(context) == (expected, {})
+    assert ReplicasForLoad(8.0)(context) == (num_replicas, {})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -28,7 +27,7 @@ SETTINGS_FRAME = frame(SETTINGS, 0, 0, b"")
 
 @contextlib.asynccontextmanager
 async def connection_to(address: str):
-    connection = ReplicaConnection(replace(facts(address)), HealthCheckTimes(0.01, 5.0))
+    connection = ReplicaConnection(facts(address), HealthCheckTimes(0.01, 5.0))
     try:
         yield connection
     finally:
@@ -139,7 +138,7 @@ def test_a_connection_recovers() -> None:
 
 
 class Refusing:
-    """Health checks that end with a status."""
+    """Stands in for the health check of a connection; ends with a status."""
 
     def __init__(self, code: grpc.StatusCode) -> None:
         self._code = code
@@ -181,10 +180,11 @@ def test_calls_delay_neither_health_checks_nor_events() -> None:
 
 
 def test_an_unread_response_does_not_end_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The window of a call stays at 64 KiB, so that the response can't be sent unread. gRPC would grow it with the load.
-    own_options = replica_connection.channel_options
+    # The flow-control window of a call stays at 64 KiB, so the response is sent only as the client reads it. Otherwise,
+    # gRPC enlarges the window under load.
+    channel_options = replica_connection.channel_options
     monkeypatch.setattr(
-        replica_connection, "channel_options", lambda *args: (*own_options(*args), ("grpc.http2.bdp_probe", 0))
+        replica_connection, "channel_options", lambda *args: (*channel_options(*args), ("grpc.http2.bdp_probe", 0))
     )
 
     async def test() -> None:
@@ -201,7 +201,7 @@ def test_an_unread_response_does_not_end_other_calls(monkeypatch: pytest.MonkeyP
             )
             assert await becomes_true(lambda: server.receiver._unsent._passed_at_s)
             call = asyncio.ensure_future(connection.prefill.Prefill(prompt))
-            await asyncio.sleep(1.0)  # five times as long as the ingress waits
+            await asyncio.sleep(1.0)  # five times the `send_timeout_s` of the ingress
             assert not call.done(), call.exception()
             engine.open_gate()
             assert (await call).next_token_id == 6
@@ -213,12 +213,12 @@ def test_an_unread_response_does_not_end_other_calls(monkeypatch: pytest.MonkeyP
 def test_a_call_ends_with_the_task_that_awaits_it() -> None:
     async def test() -> None:
         async with connection_to("127.0.0.1:1") as connection:
-            inner = asyncio.get_running_loop().create_future()
-            waiting = asyncio.ensure_future(connection.wait_for(inner))
+            unfinished = asyncio.get_running_loop().create_future()
+            waiting = asyncio.ensure_future(connection.wait_for(unfinished))
             await asyncio.sleep(0)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-            assert inner.cancelled()
+            assert unfinished.cancelled()
 
     run(test)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from radixkv.routing.candidate import DEFAULT_TIMES
@@ -11,31 +13,31 @@ class SpeedTrial:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.times = ReplicaSpeeds(lambda: self.now_s)
+        self.measured = ReplicaSpeeds(lambda: self.now_s)
 
     def respond(
         self, name: str, seconds: float, computed_tokens: int | None = 100, sent_s: float | None = None
     ) -> None:
-        """Advance the clock by some seconds, and record a response to a request that was sent before."""
+        """Advance the clock, and record a response to a request that was sent at `sent_s`, by default before."""
         sent_s = self.now_s if sent_s is None else sent_s
         self.now_s += seconds
-        self.times.note(name, sent_s, computed_tokens)
+        self.measured.note(name, sent_s, computed_tokens)
 
     def compute_s(self, name: str) -> float:
-        return self.times.of(name).compute_s
+        return self.measured.of(name).compute_s
 
 
 def test_an_unmeasured_replica_has_the_mean_of_the_others() -> None:
     speeds = SpeedTrial()
-    assert speeds.times.of("new") == DEFAULT_TIMES
+    assert speeds.measured.of("new") == DEFAULT_TIMES
     speeds.respond("a", 1.0)
     speeds.respond("b", 1.5)
-    assert speeds.compute_s("new") == pytest.approx(0.0125)
-    speeds.times.forget("a")
+    assert speeds.compute_s("new") == pytest.approx((1.0 + 1.5) / (100 + 100))
+    speeds.measured.forget("a")
     assert speeds.compute_s("new") == pytest.approx(0.015)
-    speeds.times.forget("b")
-    speeds.times.forget("c")
-    assert speeds.times.of("b") == DEFAULT_TIMES
+    speeds.measured.forget("b")
+    speeds.measured.forget("c")
+    assert speeds.measured.of("b") == DEFAULT_TIMES
 
 
 def test_later_answers_move_the_average_by_their_tokens() -> None:
@@ -70,7 +72,7 @@ def test_speeds_that_differ_by_less_than_two_times_count_as_equal() -> None:
     speeds.respond("a", 1.0)
     speeds.respond("b", 1.9)
     speeds.respond("c", 3.0)
-    assert speeds.compute_s("a") == speeds.compute_s("b") == pytest.approx(0.0145)
+    assert speeds.compute_s("a") == speeds.compute_s("b") == pytest.approx((1.0 + 1.9) / (100 + 100))
     assert speeds.compute_s("c") == pytest.approx(0.03)
 
 
@@ -80,11 +82,11 @@ def test_a_slow_replica_is_tried_again() -> None:
     speeds.respond("b", 10.0)
     assert speeds.compute_s("b") == pytest.approx(0.1)
     speeds.now_s += 30
-    assert speeds.compute_s("b") == pytest.approx(0.01 + 0.09 / 2.718, rel=1e-3)
+    assert speeds.compute_s("b") == pytest.approx(0.01 + 0.09 / math.e)  # 30 s divide the difference from a by e
     speeds.now_s += 60
-    assert speeds.times.of("b") == speeds.times.of("a")
+    assert speeds.measured.of("b") == speeds.measured.of("a")
     speeds.respond("b", 10.0)
-    assert speeds.compute_s("b") == pytest.approx(0.1), "and found slow again"
+    assert speeds.compute_s("b") == pytest.approx(0.1), "the new measurement counts"
 
 
 def test_short_answers_and_failures_are_not_measured() -> None:
@@ -92,8 +94,8 @@ def test_short_answers_and_failures_are_not_measured() -> None:
     speeds.respond("a", 1.0, 63)
     speeds.respond("a", 1.0, None)
     speeds.respond("a", 0.0, 64)
-    assert speeds.times.of("a") == DEFAULT_TIMES
+    assert speeds.measured.of("a") == DEFAULT_TIMES
     sent_s = speeds.now_s
     speeds.respond("a", 5.0, 1)
     speeds.respond("a", 1.0, 100, sent_s)
-    assert speeds.compute_s("a") == pytest.approx(0.01), "what came before it took its own time"
+    assert speeds.compute_s("a") == pytest.approx(0.01), "only the time since the previous response counts"

@@ -1,4 +1,4 @@
-"""What of a prompt differs from the previous one of its tenant."""
+"""Which part of a prompt differs from the previous prompt of its tenant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import pytest
 from radixkv.service.http import cache_diagnostics
 from radixkv.service.http.cache_diagnostics import CacheDiagnostics, PromptDifference, PromptParts
 
-FIRST = PromptParts("m", "Be brief.", ({"name": "a"},), ({"role": "user", "content": "Hello"},), (), 40)
+FIRST = PromptParts(
+    model="m",
+    system="Be brief.",
+    tools=({"name": "a"},),
+    messages=({"role": "user", "content": "Hello"},),
+    documents=(),
+    num_tokens=40,
+)
 NEXT = replace(FIRST, messages=(*FIRST.messages, {"role": "assistant", "content": "Hi"}), num_tokens=60)
 
 
@@ -29,8 +36,8 @@ NEXT = replace(FIRST, messages=(*FIRST.messages, {"role": "assistant", "content"
 def test_the_first_part_that_differs_is_reported(changes: dict[str, Any], kind: str | None) -> None:
     diagnostics = CacheDiagnostics()
     assert diagnostics.diagnose("a", "1", None, FIRST) is None
-    found = diagnostics.diagnose("a", "2", "1", replace(NEXT, **changes))
-    assert found == (None if kind is None else PromptDifference(kind, 40))
+    difference = diagnostics.diagnose("a", "2", "1", replace(NEXT, **changes))
+    assert difference == (None if kind is None else PromptDifference(kind, 40))
 
 
 def test_a_prompt_of_another_tenant_is_not_found() -> None:

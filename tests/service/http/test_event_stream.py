@@ -23,7 +23,7 @@ def test_an_event_counts_as_sent_when_the_system_has_buffered_it() -> None:
             while True:
                 await events.send("x" * 1000)
                 unsent_bytes.append(request.transport.get_write_buffer_size())
-        is_over.set()
+        sending_ended.set()
         return events.response
 
     async def main() -> None:
@@ -32,9 +32,9 @@ def test_an_event_counts_as_sent_when_the_system_has_buffered_it() -> None:
             _, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1)
             writer.transport.pause_reading()
             writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            await asyncio.wait_for(is_over.wait(), PATIENCE_S)
+            await asyncio.wait_for(sending_ended.wait(), PATIENCE_S)
             writer.close()
 
-    is_over = asyncio.Event()
+    sending_ended = asyncio.Event()
     asyncio.run(main())
     assert set(unsent_bytes) == {0}

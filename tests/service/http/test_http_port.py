@@ -41,11 +41,13 @@ role = "reader"
 """
 
 
-def hashed(*names: str) -> dict[str, str]:
+def token_hashes(*names: str) -> dict[str, str]:
+    """Return the SHA-256 hashes of the tokens `NAME-token`, by name."""
     return {name: sha256(f"{name}-token".encode()).hexdigest() for name in names}
 
 
 def request_bytes(body: object, path: str = "/v1/completions", **headers: str) -> bytes:
+    """Return a POST request as HTTP/1.1 writes it. In the names of headers, an underscore stands for a hyphen."""
     data = json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(data)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
@@ -53,6 +55,7 @@ def request_bytes(body: object, path: str = "/v1/completions", **headers: str) -
 
 
 async def response_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    """Read a response; return its status, its headers with names in lower case, and its body."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:]) if name}
     if headers.get("transfer-encoding") == "chunked":
@@ -67,11 +70,13 @@ async def response_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]
 
 @contextlib.asynccontextmanager
 async def port_of(engine: FakeEngine, **config: Any) -> AsyncIterator[tuple[Any, int]]:
+    """Yield a server and its HTTP port."""
     async with serving(engine, model_path="tiny", http_port=0, **config) as (server, _):
         yield server, int(server.http_address.rpartition(":")[2])
 
 
 async def call(port: int, body: object, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
+    """Send a request on a connection of its own; return the status and the JSON of the response."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(request_bytes(body, path, **headers))
@@ -90,7 +95,7 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 4}
 
 def test_a_credential_determines_the_tenant(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.toml"
-    tokens.write_text(TOKENS.format(**hashed("one", "router", "reader")))
+    tokens.write_text(TOKENS.format(**token_hashes("one", "router", "reader")))
 
     async def main() -> list[tuple[int, str]]:
         async with port_of(engine, tokens_file=str(tokens), insecure=True) as (_, port):
@@ -103,8 +108,8 @@ def test_a_credential_determines_the_tenant(tmp_path: Path) -> None:
                 {"authorization": "Bearer router-token", "radixkv_tenant": "b"},
                 {"authorization": "Bearer router-token", "radixkv_tenant": "c"},
             ]
-            found = [await call(port, BODY, **headers) for headers in calls]
-        return [(status, answer["error"]["type"] if status != 200 else "") for status, answer in found]
+            responses = [await call(port, BODY, **headers) for headers in calls]
+        return [(status, answer["error"]["type"] if status != 200 else "") for status, answer in responses]
 
     engine = FakeEngine()
     assert run(main()) == [
@@ -119,7 +124,7 @@ def test_a_credential_determines_the_tenant(tmp_path: Path) -> None:
     assert [params.caller.tenant for params in engine.params] == ["a", "b"]
 
 
-def test_fields_reach_the_engine() -> None:
+def test_the_fields_of_a_request_reach_the_engine() -> None:
     async def main() -> None:
         async with port_of(engine) as (_, port):
             body = {**BODY, "cache_salt": "s", "prompt_cache_retention": "24h", "seed": -1, "user": "u"}
@@ -139,10 +144,10 @@ def test_a_client_that_leaves_cancels_its_request() -> None:
             for is_streamed in (False, True):
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(request_bytes({**BODY, "stream": is_streamed}))
-                await becomes_true(lambda count=1 + is_streamed: len(engine.futures) == count)
+                assert await becomes_true(lambda count=1 + is_streamed: len(engine.futures) == count)
                 writer.close()
-                await becomes_true(engine.futures[-1].cancelled)
-            await becomes_true(lambda: server.receiver.num_calls == 0)
+                assert await becomes_true(engine.futures[-1].cancelled)
+            assert await becomes_true(lambda: server.receiver.num_calls == 0)
             assert server.receiver.held_bytes.used == 0
 
     engine = FakeEngine(is_gated=True)
@@ -230,7 +235,7 @@ def test_small_bodies_that_arrive_slowly_do_not_delay_others() -> None:
             slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
             for _, writer in slow:
                 writer.write(request_bytes(BODY)[:-5])
-            await becomes_true(lambda: server.receiver.num_calls == 8)
+            assert await becomes_true(lambda: server.receiver.num_calls == 8)
             statuses = [(await call(port, BODY))[0]]
             for reader, writer in slow:
                 writer.write(request_bytes(BODY)[-5:])
@@ -244,13 +249,14 @@ def test_small_bodies_that_arrive_slowly_do_not_delay_others() -> None:
 def test_a_body_that_is_too_large_is_refused() -> None:
     async def main() -> list[tuple[int, str]]:
         async with port_of(FakeEngine(), max_message_bytes=1024) as (_, port):
-            found = [await call(port, {"prompt": "a" * 2000})]
+            status, answer = await call(port, {"prompt": "a" * 2000})
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
             writer.write(b"800\r\n" + b"a" * 2048 + b"\r\n0\r\n\r\n")
-            status, _, data = await response_of(reader)
+            chunked_status, _, data = await response_of(reader)
             writer.close()
-            return [(status, answer["error"]["message"]) for status, answer in (*found, (status, json.loads(data)))]
+            chunked_answer = json.loads(data)
+            return [(status, answer["error"]["message"]), (chunked_status, chunked_answer["error"]["message"])]
 
     (status, message), (chunked_status, chunked_message) = run(main())
     assert (status, chunked_status) == (413, 413)
@@ -259,11 +265,11 @@ def test_a_body_that_is_too_large_is_refused() -> None:
 
 
 def test_beyond_the_maximum_the_connection_that_was_idle_for_longest_is_closed() -> None:
-    async def main() -> list[bool]:
+    async def main() -> tuple[int, list[bool]]:
         async with port_of(engine, max_connections=3) as (_, port):
             busy = await asyncio.open_connection("127.0.0.1", port)
             busy[1].write(request_bytes(BODY))
-            await becomes_true(lambda: bool(engine.futures))
+            assert await becomes_true(lambda: bool(engine.futures))
             idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
             await asyncio.gather(*(wait_for_end(reader) for reader, _ in idle[:2]))
             engine.open_gate()
@@ -271,16 +277,16 @@ def test_beyond_the_maximum_the_connection_that_was_idle_for_longest_is_closed()
             are_open = [not reader.at_eof() for reader, _ in idle]
             for _, writer in (busy, *idle):
                 writer.close()
-            return [status == 200, *are_open]
+            return status, are_open
 
     async def wait_for_end(reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
 
     engine = FakeEngine(is_gated=True)
-    answered, *are_open = run(main())
-    assert answered
-    assert are_open[2:] == [True, True]
+    status, are_open = run(main())
+    assert status == 200
+    assert are_open[2:] == [True, True]  # `wait_for_end` has seen that the first two were closed
 
 
 def test_a_client_that_reads_nothing_loses_its_connection() -> None:
@@ -290,8 +296,8 @@ def test_a_client_that_reads_nothing_loses_its_connection() -> None:
             writer.transport.pause_reading()
             body = {"prompt": [5], "max_tokens": 3000, "stream": True, "n": 8, "logprobs": 20}
             writer.write(request_bytes(body))
-            await becomes_true(lambda: bool(engine.futures))
-            await becomes_true(lambda: server.receiver.num_calls == 0)
+            assert await becomes_true(lambda: bool(engine.futures))
+            assert await becomes_true(lambda: server.receiver.num_calls == 0)
             assert server.receiver.held_bytes.used == 0
             writer.close()
 
@@ -305,7 +311,7 @@ def test_the_log_probabilities_of_many_tokens_are_sent_in_several_events() -> No
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.transport.pause_reading()
             writer.write(request_bytes({**body, "stream": True}))
-            await becomes_true(lambda: bool(engine.futures) and engine.futures[0].done())
+            assert await becomes_true(lambda: bool(engine.futures) and engine.futures[0].done())
             writer.transport.resume_reading()
             _, _, data = await response_of(reader)
             writer.close()
@@ -320,7 +326,7 @@ def test_the_log_probabilities_of_many_tokens_are_sent_in_several_events() -> No
     assert "".join(event["text"] for event in events) == whole["text"]
     for name, values in whole["logprobs"].items():
         assert [value for event in events for value in event["logprobs"][name]] == values
-    assert max(len(event["logprobs"]["tokens"]) for event in events) * 21 <= 1024
+    assert max(len(event["logprobs"]["tokens"]) for event in events) * (20 + 1) <= 1024  # numbers per event
     assert [event["finish_reason"] for event in events if event["finish_reason"]] == ["length"]
 
 
@@ -331,7 +337,7 @@ def test_headers_may_end_in_several_pieces() -> None:
             head, _, body = request_bytes({**BODY, "user": "u" * 100_000}).partition(b"\r\n\r\n")
             for piece in (head, b"\r", b"\n", b"\r", b"\n", body):
                 writer.write(piece)
-                await asyncio.sleep(0.05)  # so that each piece is a read of its own
+                await asyncio.sleep(0.05)  # so that the server reads each piece separately
             status, _, _ = await response_of(reader)
             writer.close()
             return status
@@ -372,7 +378,7 @@ def test_a_drain_lets_running_requests_finish() -> None:
         async with port_of(engine) as (server, port):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(request_bytes(BODY))
-            await becomes_true(lambda: bool(engine.futures))
+            assert await becomes_true(lambda: bool(engine.futures))
             draining = asyncio.create_task(server.drain())
             await asyncio.sleep(0)
             engine.open_gate()
@@ -397,6 +403,7 @@ STREAMS = [
 ]
 
 
+# What a stream contains if it ended regularly.
 ENDS = ("[DONE]", "message_stop", "response.completed", "response.incomplete")
 
 
@@ -437,7 +444,7 @@ def test_a_drain_lets_a_stream_finish(path: str, body: Any, _: str) -> None:
     async def main() -> str:
         async with streaming(engine, path, body) as (server, reader):
             draining = asyncio.create_task(server.drain())
-            await becomes_true(lambda: engine.is_draining)
+            assert await becomes_true(lambda: engine.is_draining)
             engine.open_gate()
             data = await reader.readuntil(b"0\r\n\r\n")
             assert await draining
@@ -487,18 +494,18 @@ def test_requests_leave_no_reference_cycles(body: dict[str, Any]) -> None:
         async with port_of(engine) as (_, port):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             for _ in range(2):  # the first request loads the tokenizer
-                with uncollected() as found:
+                with uncollected() as garbage:
                     writer.write(request_bytes(body))
                     await response_of(reader)
                     engine.futures.clear()
                     await asyncio.sleep(0.05)
             writer.close()
-        return [each for each in found if type(each).__module__.startswith(("radixkv.", "aiohttp."))]
+        return [each for each in garbage if type(each).__module__.startswith(("radixkv.", "aiohttp."))]
 
     assert run(main()) == []
 
 
-def test_tokens_are_not_counted_if_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_the_tokens_of_an_empty_prompt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "encode_rendered", lambda self, text: [])
     body = {"messages": [{"role": "user", "content": "x"}]}
 
@@ -506,21 +513,21 @@ def test_tokens_are_not_counted_if_there_are_none(monkeypatch: pytest.MonkeyPatc
         async with port_of(FakeEngine()) as (_, port):
             return await call(port, body, "/v1/messages/count_tokens")
 
-    status, found = run(main())
-    assert (status, found["error"]["type"]) == (400, "invalid_request_error")
-    assert found["error"]["message"] == "messages: expected at least 1 token, got 0"
+    status, answer = run(main())
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert answer["error"]["message"] == "messages: expected at least 1 token, got 0"
 
 
 def test_requests_that_the_server_refuses_are_counted_and_invalid_ones_not(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.toml"
-    tokens.write_text(TOKENS.format(**hashed("one", "router", "reader")))
-    kinds: list[type] = []
+    tokens.write_text(TOKENS.format(**token_hashes("one", "router", "reader")))
+    counted: list[type] = []
 
     async def main() -> list[int]:
         settings = {
             "tokens_file": str(tokens),
             "insecure": True,
-            "count_refusal": lambda error: kinds.append(type(error)),
+            "count_refusal": lambda error: counted.append(type(error)),
         }
         async with port_of(FakeEngine(), **settings) as (_, port):
             one = {"authorization": "Bearer one-token"}
@@ -534,24 +541,24 @@ def test_requests_that_the_server_refuses_are_counted_and_invalid_ones_not(tmp_p
             return [(await call(port, body, **headers))[0] for body, headers in calls]
 
     assert run(main()) == [401, 403, 400, 400, 200]
-    assert kinds == [InvalidCredential, NotPermitted, InvalidRequest]
+    assert counted == [InvalidCredential, NotPermitted, InvalidRequest]
 
 
-def test_headers_that_are_no_text_are_not_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_headers_that_are_not_utf_8_cause_no_internal_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokens = tmp_path / "tokens.toml"
-    tokens.write_text(TOKENS.format(**hashed("one", "router", "reader")))
+    tokens.write_text(TOKENS.format(**token_hashes("one", "router", "reader")))
 
     async def main() -> list[int]:
         async with port_of(FakeEngine(), tokens_file=str(tokens), insecure=True) as (_, port):
             statuses = []
-            for sent in (
+            for header_lines in (
                 b"authorization: Bearer \xff",
                 b"x-api-key: \xff",
                 b"authorization: Bearer one-token\r\nradixkv-tenant: \xff",
                 b"authorization: Bearer one-token\r\nx-request-id: \xff",
             ):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(request_bytes(BODY).replace(b"host: localhost", b"host: localhost\r\n" + sent))
+                writer.write(request_bytes(BODY).replace(b"host: localhost", b"host: localhost\r\n" + header_lines))
                 statuses.append((await response_of(reader))[0])
                 writer.close()
             return statuses
@@ -560,7 +567,7 @@ def test_headers_that_are_no_text_are_not_a_failure(tmp_path: Path, caplog: pyte
     assert "failed" not in caplog.text
 
 
-NO_JSON = "body: expected JSON, got "  # lone surrogates, and numbers beyond 64-bit floats
+NO_JSON = "body: expected JSON, got "  # for lone surrogates, and for numbers beyond 64-bit floats
 
 
 @pytest.mark.parametrize(
@@ -588,18 +595,18 @@ def test_hostile_values_are_refused(fields: dict[str, Any], message: str) -> Non
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
-OF_ANTHROPIC = b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\n"
+ANTHROPIC_HEAD = b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\n"
 
 
 def test_headers_that_are_too_large_together_are_refused() -> None:
     async def main() -> list[int]:
         async with port_of(FakeEngine()) as (_, port):
             statuses = []
-            for number in (3, 5):
+            for num_headers in (3, 5):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(request_bytes(BODY))  # the second request of a connection has the same limit
                 statuses.append((await response_of(reader))[0])
-                writer.write(request_bytes(BODY, **{f"x{index}": "a" * 15_000 for index in range(number)}))
+                writer.write(request_bytes(BODY, **{f"x{index}": "a" * 15_000 for index in range(num_headers)}))
                 statuses.append((await response_of(reader))[0])
                 writer.close()
             return statuses
@@ -634,14 +641,14 @@ def test_a_large_body_is_not_counted_as_headers() -> None:
         ),
         (HEAD + b"expect: magic\r\ncontent-length: 2\r\n\r\n{}", 417, "POST /v1/completions: Expectation Failed"),
         (
-            OF_ANTHROPIC + b"expect: magic\r\ncontent-length: 2\r\n\r\n{}",
+            ANTHROPIC_HEAD + b"expect: magic\r\ncontent-length: 2\r\n\r\n{}",
             417,
             "POST /v1/messages: Expectation Failed",
         ),
         (HEAD.replace(b"completions", b"x") + b"expect: magic\r\n\r\n", 417, "POST /v1/x: Expectation Failed"),
     ],
 )
-def test_what_is_refused_before_its_handler_has_the_form_of_the_api(sent: bytes, status: int, message: str) -> None:
+def test_a_refusal_before_a_handler_runs_has_the_form_of_the_api(sent: bytes, status: int, message: str) -> None:
     async def main() -> tuple[int, dict[str, str], bytes]:
         async with port_of(FakeEngine()) as (_, port):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -651,11 +658,12 @@ def test_what_is_refused_before_its_handler_has_the_form_of_the_api(sent: bytes,
             finally:
                 writer.close()
 
-    found_status, headers, data = run(main())
+    response_status, headers, data = run(main())
     body = json.loads(data)
-    assert (found_status, body["error"]["message"][: len(message)]) == (status, message)
+    assert (response_status, body["error"]["message"][: len(message)]) == (status, message)
     assert body["error"]["type"] == "invalid_request_error"
     assert headers["content-type"].startswith("application/json")
+    # Errors of Anthropic's API have a type at the top. What is not HTTP has no path, and gets the fields of both APIs.
     assert ("type" in body) == (status == 400 or b"/v1/messages" in sent)
 
 
@@ -689,17 +697,17 @@ def test_a_stream_whose_credential_is_revoked_ends_with_an_error(
 ) -> None:
     monkeypatch.setattr(revocation_module, "PERIOD_S", 0.01)
     tokens = tmp_path / "tokens.toml"
-    tokens.write_text(TOKENS.format(**hashed("one", "router", "reader")))
+    tokens.write_text(TOKENS.format(**token_hashes("one", "router", "reader")))
 
     async def main() -> tuple[int, bytes]:
         async with port_of(engine, tokens_file=str(tokens), insecure=True) as (server, port):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(request_bytes({**body, "stream": True}, path, authorization="Bearer one-token"))
             response = asyncio.create_task(response_of(reader))
-            await becomes_true(lambda: bool(engine.futures))
-            tokens.write_text(TOKENS.format(**{**hashed("router", "reader"), "one": "0" * 64}))
+            assert await becomes_true(lambda: bool(engine.futures))
+            tokens.write_text(TOKENS.format(**{**token_hashes("router", "reader"), "one": "0" * 64}))
             status, _, data = await response
-            await becomes_true(engine.futures[-1].cancelled)
+            assert await becomes_true(engine.futures[-1].cancelled)
             assert server.receiver.held_bytes.used == 0
             writer.write(request_bytes(body, path, authorization="Bearer one-token"))
             assert (await response_of(reader))[0] == 401  # the connection stays usable
@@ -750,7 +758,7 @@ def test_a_port_in_use_is_reported() -> None:
 
     async def main() -> None:
         async with serving(FakeEngine(), http_port=port), serving(FakeEngine(), http_port=port):
-            raise AssertionError("both servers listen")
+            raise AssertionError("both servers listen on the same port")
 
     with pytest.raises(ConfigError, match=r"server\.host, server\.http_port: expected a free address"):
         run(main())

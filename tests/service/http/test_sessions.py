@@ -14,7 +14,7 @@ THINKING = next(iter(REASONING_FORMATS.values()))
 
 
 @pytest.mark.parametrize(
-    ("form", "tools", "is_open", "expected"),
+    ("tool_format", "tools", "is_open", "expected"),
     [
         ("hermes", Tools((CLOCK,), "auto"), None, {"tool_call_begin": "<tool_call>"}),
         ("mistral", Tools((CLOCK,), "auto"), False, {"tool_call_begin": "[TOOL_CALLS]"}),
@@ -26,10 +26,10 @@ THINKING = next(iter(REASONING_FORMATS.values()))
     ],
 )
 def test_a_chat_sets_what_the_cache_records_of_its_answer(
-    form: str, tools: Tools, is_open: bool | None, expected: dict[str, object]
+    tool_format: str, tools: Tools, is_open: bool | None, expected: dict[str, object]
 ) -> None:
     generate = GenerateRequest()
-    answer_format = AnswerFormat(TOOL_FORMATS[form], THINKING, {"<|tool_call>": 7})
+    answer_format = AnswerFormat(TOOL_FORMATS[tool_format], THINKING, {"<|tool_call>": 7})
     EncodedChat([1], answer_format, tools, is_open).constrain(generate)
     assert generate == GenerateRequest(**expected)
 

@@ -1,4 +1,4 @@
-"""What tools and reasoning in a request mean for the answer."""
+"""How the tools and the reasoning options of a request constrain the answer, and divide it into parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALL = '<tool_call>\n{"name": "none", "arguments": {}}\n</tool_call>'
 
 
 class Template:
-    """A tokenizer whose chat template has some variables."""
+    """Stands in for a tokenizer whose chat template has the given variables."""
 
     def __init__(self, *variables: str) -> None:
         self.has_template_variable = variables.__contains__
@@ -29,6 +29,7 @@ class Template:
 
 
 def chat(text: str, tools: Tools) -> EncodedChat:
+    """Encode a rendered conversation."""
     tokenizer: Any = Template()
     return EncodedChat.encode(text, tokenizer, FORM, tools)
 
@@ -100,11 +101,11 @@ def test_special_tokens_are_shown_where_the_answer_may_have_parts() -> None:
 
 
 def test_schemas_that_are_too_long_for_a_grammar_are_refused() -> None:
-    long: Any = ({"type": "function", "function": {"name": "a", "parameters": {"enum": ["x" * 20_000]}}},)
+    long_definitions: Any = ({"type": "function", "function": {"name": "a", "parameters": {"enum": ["x" * 20_000]}}},)
     with pytest.raises(
         InvalidRequest, match="tools, response_format: expected schemas whose grammar has at most 16384 characters"
     ):
-        chat("", Tools(long, "required")).constrain(GenerateRequest())
+        chat("", Tools(long_definitions, "required")).constrain(GenerateRequest())
 
 
 def test_tools_are_refused_where_calls_have_no_known_format() -> None:

@@ -1,4 +1,4 @@
-"""Requests of one call, with an engine whose answers are computed from the token ids."""
+"""The requests of a batch, with an engine whose answers are computed from the token ids."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from tests.service.fake_engine import FakeEngine
 
 
 class Requests:
-    """Generations of five tokens, and what the batch does with them."""
+    """A batch of generations of five tokens.
+
+    Attributes:
+        tokens: the streamed tokens of each request, by its index.
+        ended: the indices of the requests whose result has arrived, in order.
+    """
 
     def __init__(self, engine: Any, slots: RequestSlots | None = None) -> None:
         self.engine = engine
@@ -33,7 +38,7 @@ class Requests:
         return self.engine.generate(params, Sampling(max_new_tokens=5), on_tokens)
 
     def add(self, index: int, tokens: GeneratedTokens) -> None:
-        assert index not in self.ended, "tokens come before the end"
+        assert index not in self.ended, "tokens were streamed after the result"
         self.tokens.setdefault(index, []).extend(tokens.token_ids)
 
     def end(self, index: int, result: GenerateResult) -> tuple[int, ...]:
@@ -49,8 +54,10 @@ def test_outputs_are_in_the_order_of_the_requests_and_tokens_come_before_them() 
     outputs = requests.run(20)
     assert [len(each) for each in outputs] == [5] * 20
     assert len(set(outputs)) == 20
-    assert requests.tokens == {index: list(each[:-1]) for index, each in enumerate(outputs)}
-    assert outputs == [Requests(FakeEngine()).batch.run([partial(requests.start, first)])[0] for first in range(20)]
+    # The last token is not streamed; it comes with the result.
+    assert requests.tokens == {index: list(output[:-1]) for index, output in enumerate(outputs)}
+    for first, output in enumerate(outputs):
+        assert Requests(FakeEngine()).batch.run([partial(requests.start, first)]) == [output]
 
 
 def test_no_requests_have_no_outputs() -> None:
@@ -60,52 +67,52 @@ def test_no_requests_have_no_outputs() -> None:
 @pytest.mark.parametrize("max_unfinished", [1, 3])
 def test_the_number_of_unfinished_requests_is_bounded(max_unfinished: int) -> None:
     requests = Requests(FakeEngine(), RequestSlots(max_unfinished))
-    most = 0
+    peak_unfinished = 0
     start = requests.start
 
-    def counted(first: int, on_tokens: OnTokens) -> Future[GenerateResult]:
-        nonlocal most
-        most = max(most, first + 1 - len(requests.ended))
+    def start_and_count(first: int, on_tokens: OnTokens) -> Future[GenerateResult]:
+        nonlocal peak_unfinished
+        peak_unfinished = max(peak_unfinished, first + 1 - len(requests.ended))
         return start(first, on_tokens)
 
-    requests.start = counted  # type: ignore[method-assign]
+    requests.start = start_and_count  # type: ignore[method-assign]
     assert len(requests.run(10)) == 10
-    assert most == max_unfinished
+    assert peak_unfinished == max_unfinished
 
 
 def test_a_call_waits_for_a_full_queue_while_its_requests_run() -> None:
     requests = Requests(FakeEngine())
-    refused = 0
+    num_refused = 0
     start = requests.start
 
-    def refusing(first: int, on_tokens: OnTokens) -> Future[GenerateResult]:
-        nonlocal refused
+    def start_or_refuse(first: int, on_tokens: OnTokens) -> Future[GenerateResult]:
+        nonlocal num_refused
         if first > len(requests.ended):
-            refused += 1
+            num_refused += 1
             raise QueueFull("engine: full")
         return start(first, on_tokens)
 
-    requests.start = refusing  # type: ignore[method-assign]
+    requests.start = start_or_refuse  # type: ignore[method-assign]
     assert len(requests.run(5)) == 5
-    assert refused >= 4
+    assert num_refused >= 4
 
 
-def test_a_call_without_requests_waits_for_a_full_queue() -> None:
+def test_a_call_without_running_requests_waits_for_a_full_queue() -> None:
     """Cancelled requests of an earlier call are in the queue until the next step."""
     requests = Requests(FakeEngine())
     start = requests.start
     refusals = [QueueFull("engine: full")] * 3
 
-    def refusing(first: int, on_tokens: OnTokens) -> Future[GenerateResult]:
+    def start_or_refuse(first: int, on_tokens: OnTokens) -> Future[GenerateResult]:
         if refusals:
             raise refusals.pop()
         return start(first, on_tokens)
 
-    requests.start = refusing  # type: ignore[method-assign]
+    requests.start = start_or_refuse  # type: ignore[method-assign]
     assert len(requests.run(3)) == 3
 
 
-def test_calls_of_several_threads_share_what_may_be_unfinished() -> None:
+def test_calls_of_several_threads_share_the_slots() -> None:
     engine, slots = FakeEngine(is_gated=True), RequestSlots(4)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(Requests(engine, slots).run, 8)
@@ -144,13 +151,13 @@ def test_if_a_request_fails_the_others_are_cancelled() -> None:
     engine = FakeEngine(is_gated=True)
     requests = Requests(engine)
 
-    def fails(on_tokens: OnTokens) -> Future[GenerateResult]:
+    def start_failed(on_tokens: OnTokens) -> Future[GenerateResult]:
         future: Future[GenerateResult] = Future()
         future.set_exception(StepFailed("step: failed"))
         return future
 
     with pytest.raises(StepFailed):
-        requests.batch.run([partial(requests.start, 1), fails, partial(requests.start, 2)])
+        requests.batch.run([partial(requests.start, 1), start_failed, partial(requests.start, 2)])
     assert [each.cancelled() for each in engine.futures] == [True, True]
 
 
@@ -164,6 +171,7 @@ def test_an_interrupted_caller_cancels_the_requests() -> None:
     requests.batch = EngineBatch(engine, RequestSlots(100), interrupt, requests.end)
     with pytest.raises(KeyboardInterrupt):
         requests.run(3)
+    assert engine.futures
     assert all(each.cancelled() for each in engine.futures)
 
 

@@ -14,10 +14,10 @@ def test_exactly_one_completion_is_allowed() -> None:
         assert first.allowed().shape == (5,)
         first.accept(token_id)
     assert first.is_finished
-    other = constraint.start(frozenset())
-    other.allowed()
-    other.accept(3)
-    other.accept(0)  # of which no mask was requested
-    assert np.flatnonzero(other.allowed()).tolist() == [3]
+    third = constraint.start(frozenset())
+    third.allowed()
+    third.accept(3)
+    third.accept(0)  # without a request for its mask
+    assert np.flatnonzero(third.allowed()).tolist() == [3]
     assert len({id(second.allowed()) for _ in range(3)}) == 1, "no mask is allocated per token"
     assert np.flatnonzero(second.allowed()).tolist() == [3], "each completion has a position of its own"

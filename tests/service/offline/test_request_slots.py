@@ -1,4 +1,4 @@
-"""How calls share the requests that may be unfinished."""
+"""How simultaneous calls share the slots for unfinished requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_call_that_has_none_waits_for_its_first_slot() -> None:
     slots = RequestSlots(2)
     has_begun = threading.Event()
 
-    def other() -> bool:
+    def take_first_slot() -> bool:
         with slots.call() as call:
             has_begun.set()
             return call.take()
@@ -28,11 +28,11 @@ def test_a_call_that_has_none_waits_for_its_first_slot() -> None:
     with slots.call() as call, ThreadPoolExecutor(1) as threads:
         assert call.take()
         assert call.take()
-        taken = threads.submit(other)
+        first_slot = threads.submit(take_first_slot)
         assert has_begun.wait(PATIENCE_S)
-        assert not taken.done()
+        assert not first_slot.done()
         call.release()
-        assert taken.result(PATIENCE_S)
+        assert first_slot.result(PATIENCE_S)
 
 
 def test_calls_have_equal_shares() -> None:
@@ -65,13 +65,13 @@ def test_more_calls_than_slots_have_one_each_in_turn() -> None:
     slots = RequestSlots(2)
 
     def run(_: int) -> int:
-        num_done = 0
+        num_requests = 0
         with slots.call() as call:
             for _ in range(20):
                 assert call.take()
-                num_done += 1
+                num_requests += 1
                 call.release()
-        return num_done
+        return num_requests
 
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(run, range(8), timeout=PATIENCE_S)) == [20] * 8

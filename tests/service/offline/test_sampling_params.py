@@ -125,6 +125,6 @@ def test_structured_outputs_become_a_grammar(given: dict[str, Any], kind: str, t
     (name,) = given
     expected = GrammarText(f"structured_outputs.{name}", kind, text)
     for structured in (given, StructuredOutputsParams(**given)):
-        found = SamplingParams(structured_outputs=structured).structured
-        assert found is not None
-        assert found.grammar_text == expected
+        outputs = SamplingParams(structured_outputs=structured).structured
+        assert outputs is not None
+        assert outputs.grammar_text == expected

@@ -17,28 +17,38 @@ def config(model: str | Path = "tiny", **keys: Any) -> Config:
 
 def test_no_key_is_in_two_sections_or_an_argument_of_vllm_with_another_meaning() -> None:
     names = [each.name for kind in (ModelConfig, CacheConfig, EngineConfig) for each in dataclasses.fields(kind)]
-    assert len(names) == len(set(names)) == len(SECTION_OF) + 1
+    assert len(names) == len(set(names)) == len(SECTION_OF) + 1  # `model.path` has an argument of its own
     assert not SECTION_OF.keys() & _VLLM_ARGUMENTS.keys()
 
 
-def test_keys_override_settings_and_these_the_file(tmp_path: Path) -> None:
+def test_keys_override_settings_and_settings_override_the_file(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[cache]\nblock_size = 16\ncapacity_tokens = 640\nkv_dtype = 'int8'\n")
     settings = ["cache.block_size=32", "cache.capacity_tokens=1280", "tiers.host_bytes=1000000"]
-    found = config_of(Path("my model"), tmp_path / "config.toml", settings, {}, {"block_size": 64, "threads": None})
-    assert found.model == ModelConfig(path="my model")
-    assert (found.cache.block_size, found.cache.capacity_tokens, found.cache.kv_dtype) == (64, 1280, "int8")
-    assert found.tiers.host_bytes == 1_000_000
+    configuration = config_of(
+        Path("my model"), tmp_path / "config.toml", settings, {}, {"block_size": 64, "threads": None}
+    )
+    assert configuration.model == ModelConfig(path="my model")
+    assert (configuration.cache.block_size, configuration.cache.capacity_tokens, configuration.cache.kv_dtype) == (
+        64,
+        1280,
+        "int8",
+    )
+    assert configuration.tiers.host_bytes == 1_000_000
 
 
 def test_keys_of_all_three_sections_are_arguments() -> None:
-    found = config(dtype="float32", weights="q8", kv_dtype="bf16", max_step_tokens=64, cuda_graphs=False)
-    assert (found.model.dtype, found.model.weights) == ("float32", "q8")
-    assert (found.cache.kv_dtype, found.engine.max_step_tokens, found.engine.cuda_graphs) == ("bf16", 64, False)
+    configuration = config(dtype="float32", weights="q8", kv_dtype="bf16", max_step_tokens=64, cuda_graphs=False)
+    assert (configuration.model.dtype, configuration.model.weights) == ("float32", "q8")
+    assert (configuration.cache.kv_dtype, configuration.engine.max_step_tokens, configuration.engine.cuda_graphs) == (
+        "bf16",
+        64,
+        False,
+    )
 
 
 def test_adapters_are_added_to_those_of_the_configuration() -> None:
-    found = config_of("tiny", None, ["adapters.tax.path=/tax"], {"a.b": Path("/law")}, {})
-    assert {name: each.path for name, each in found.adapters.items()} == {"tax": "/tax", "a.b": "/law"}
+    configuration = config_of("tiny", None, ["adapters.tax.path=/tax"], {"a.b": Path("/law")}, {})
+    assert {name: each.path for name, each in configuration.adapters.items()} == {"tax": "/tax", "a.b": "/law"}
 
 
 def test_arguments_of_vllm_that_change_nothing_have_no_effect() -> None:
@@ -63,6 +73,6 @@ def test_arguments_of_vllm_that_change_nothing_have_no_effect() -> None:
         ({"dtype": Path}, "model.dtype: expected text, a number or a boolean, got type"),
     ],
 )
-def test_other_arguments_are_refused_by_name(keys: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused_by_name(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         config(**keys)

@@ -25,7 +25,7 @@ from radixkv.service.client import Client
 from radixkv.service.server import metrics_port
 from radixkv.service.server.metrics_port import Telemetry
 from tests.patience import PATIENCE_S
-from tests.service.command_line import LAUNCHER, fake_service, install, launch
+from tests.service.command_line import LAUNCHER, fake_service, launch, replace_build_engine
 from tests.service.fake_engine import FakeEngine
 from tests.service.http_get import get
 from tests.service.server.auth.certificates import TOKENS, CredentialFiles
@@ -183,7 +183,7 @@ def test_an_address_of_another_machine_is_a_config_error(host):
 
 def test_a_port_in_use_stops_the_service_before_the_engine_starts(capsys, monkeypatch):
     engine = FakeEngine()
-    install(monkeypatch, lambda config, observer: engine)
+    replace_build_engine(monkeypatch, lambda config, observer: engine)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

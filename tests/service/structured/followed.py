@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from radixkv.service.structured.grammar_text import GrammarText
 
-END = 256
+END = 256  # id of the stop token, after one token per byte
 
 
 def follows(grammar: GrammarText, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Token masks, compared with all possible strings; ends; dead ends; masks that take too long."""
+"""Token masks, compared with all possible strings; ends of answers; dead ends; masks that take too long."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from radixkv.service.structured.vocabulary import Vocabulary
 LETTERS = [b"a", b"b", b"c", "é".encode()[:1], "é".encode()[1:], "è".encode()[1:]]
 NAMES = [*LETTERS, b"ab", b"bc", b"abc", b"aa", "é".encode(), "aé".encode(), b"a\xc3", b"bc", b"", b"<s>", b"</s>"]
 SPECIAL = frozenset({15, 16})
+AA = NAMES.index(b"aa")
 VOCABULARY = Vocabulary.of_names(NAMES, SPECIAL)
-LONGEST = 6  # letters of the strings that are examined
+LONGEST = 6  # maximum number of letters of the strings that are examined
+LONGEST_NAME = 3  # maximum number of letters of a token
 
 PATTERNS = [
     "abc",
@@ -45,30 +47,31 @@ def constraint(text: str, kind: str = "regex", vocabulary: Vocabulary = VOCABULA
 
 @cache
 def texts() -> dict[bytes, str]:
-    """All strings of letters that are text."""
-    found = {}
+    """Return all strings of at most `LONGEST` letters that are valid UTF-8, by their bytes."""
+    strings = {}
     for count in range(LONGEST + 1):
         for letters in itertools.product(LETTERS, repeat=count):
             try:
-                found[b"".join(letters)] = b"".join(letters).decode()
+                strings[b"".join(letters)] = b"".join(letters).decode()
             except UnicodeDecodeError:
                 continue
-    return found
+    return strings
 
 
 def language(pattern: str) -> set[bytes]:
+    """Return the strings that the whole pattern matches."""
     return {spelled for spelled, text in texts().items() if re.fullmatch(pattern, text)}
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_the_allowed_tokens_are_those_that_continue_some_string(pattern: str) -> None:
     strings = language(pattern)
-    prefixes = {spelled[:upto] for spelled in strings for upto in range(len(spelled) + 1)}
-    ready = constraint(pattern)
+    prefixes = {spelled[:end] for spelled in strings for end in range(len(spelled) + 1)}
+    compiled = constraint(pattern)
     draws = random.Random(pattern)
     for _ in range(20):
-        matcher, spelled = ready.start(frozenset({16})), b""
-        while len(spelled) < LONGEST - 3:  # what may come is seen in strings that are some letters longer
+        matcher, spelled = compiled.start(frozenset({16})), b""
+        while len(spelled) < LONGEST - LONGEST_NAME:  # `prefixes` then has every continuation by one token
             expected = {
                 token_id
                 for token_id, name in enumerate(NAMES)
@@ -85,32 +88,40 @@ def test_the_allowed_tokens_are_those_that_continue_some_string(pattern: str) ->
 
 
 def test_only_stop_tokens_without_text_end_an_answer() -> None:
-    ready = constraint("b*")
-    ends = {stops: set(np.flatnonzero(ready.start(stops).allowed()).tolist()) for stops in map(frozenset, ((), (16,)))}
-    assert ends[frozenset()] == {1}
-    assert ends[frozenset({16})] == {1, 16}
-    both = ready.start(frozenset({15, 16, 2}))
-    assert set(np.flatnonzero(both.allowed()).tolist()) == {1, 15, 16}
+    compiled = constraint("b*")
+
+    def allowed(*stop_token_ids: int) -> set[int]:
+        return set(np.flatnonzero(compiled.start(frozenset(stop_token_ids)).allowed()).tolist())
+
+    b, c = NAMES.index(b"b"), NAMES.index(b"c")
+    assert allowed() == {b}
+    assert allowed(16) == {b, 16}
+    assert allowed(15, 16, c) == {b, 15, 16}
 
 
 def test_a_matcher_follows_the_texts_of_its_grammar() -> None:
-    ready = constraint("ab|bc")
-    first, second = ready.start(frozenset()), ready.start(frozenset())
+    compiled = constraint("ab|bc")
+    first, second = compiled.start(frozenset()), compiled.start(frozenset())
     first.accept(0)
     second.accept(1)
     assert np.flatnonzero(first.allowed()).tolist() == [1]
     assert np.flatnonzero(second.allowed()).tolist() == [2]
-    assert np.flatnonzero(ready.start(frozenset()).allowed()).tolist() == [0, 1, 6, 7, 13]
+    assert np.flatnonzero(compiled.start(frozenset()).allowed()).tolist() == [0, 1, 6, 7, 13]
 
 
 def test_the_allowed_tokens_are_computed_once_per_token() -> None:
-    now_s = itertools.count()
-    ready = GrammarConstraint(GrammarText("regex", "regex", "a*"), VOCABULARY, clock=lambda: 0.0 * next(now_s))
-    matcher, before = ready.start(frozenset()), next(now_s)
+    num_clock_reads = itertools.count()
+
+    def clock() -> float:
+        next(num_clock_reads)
+        return 0.0
+
+    compiled = GrammarConstraint(GrammarText("regex", "regex", "a*"), VOCABULARY, clock=clock)
+    matcher, before = compiled.start(frozenset()), next(num_clock_reads)
     assert not matcher.is_finished
     for _ in range(3):
         assert matcher.allowed() is matcher.allowed()
-    assert next(now_s) == before + 3, "two times of one search"
+    assert next(num_clock_reads) == before + 3, "the clock is read twice for one computation"
 
 
 def test_a_grammar_that_takes_too_long_is_refused_by_name() -> None:
@@ -152,21 +163,21 @@ def test_a_grammar_that_no_token_can_spell_is_refused() -> None:
 def test_a_response_that_becomes_too_large_is_refused_and_reveals_no_token() -> None:
     matcher = constraint("((((a{1,30}){1,30}){1,30}){1,30}){1,30}").start(frozenset())
     with pytest.raises(InvalidRequest) as refused:
-        repeat_a(matcher)
+        accept_many(matcher)
     assert str(refused.value) == (
         "regex: its token mask can't be computed: lexer error: too many expressions constructed"
     )
-    matcher.accept(9)
+    matcher.accept(AA)
     assert not matcher.is_finished
     with pytest.raises(InvalidRequest):
         matcher.allowed()
 
 
-def repeat_a(matcher: GrammarMatcher) -> None:
+def accept_many(matcher: GrammarMatcher) -> None:
     for _ in range(1000):
         assert not matcher.is_finished
         matcher.allowed()
-        matcher.accept(9)
+        matcher.accept(AA)
 
 
 def test_after_a_token_that_is_not_allowed_the_matcher_refuses() -> None:

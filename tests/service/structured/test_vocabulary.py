@@ -17,6 +17,7 @@ def tokenizer():
 
 
 def allowed(vocabulary: Vocabulary, regex: str, stop_token_ids: frozenset[int] = frozenset()) -> set[int]:
+    """Return the tokens that may begin a text that matches the regular expression."""
     matcher = GrammarConstraint(GrammarText("regex", "regex", regex), vocabulary).start(stop_token_ids)
     return set(np.flatnonzero(matcher.allowed()).tolist())
 
@@ -30,17 +31,17 @@ def test_tokens_have_the_bytes_of_the_tokenizer(tokenizer):
     assert allowed(vocabulary, "the quick") == starting
 
 
-def test_every_text_is_spelled_by_tokens_without_special_ones(tokenizer):
-    everything = allowed(Vocabulary.of(tokenizer.definition, 512, ()), r"(?s:.+)")
-    assert everything & SPECIAL == set()
-    assert {ord("a"), ord("\n"), 0xC3} <= everything, "also beginnings of characters"
-    assert 0xFF not in everything
+def test_special_tokens_do_not_spell_text(tokenizer):
+    allowed_ids = allowed(Vocabulary.of(tokenizer.definition, 512, ()), r"(?s:.+)")
+    assert allowed_ids & SPECIAL == set()
+    assert {ord("a"), ord("\n"), 0xC3} <= allowed_ids, "also the first byte of a character"
+    assert 0xFF not in allowed_ids
 
 
 def test_an_end_of_sequence_is_never_text(tokenizer):
-    of_text = Vocabulary.of(tokenizer.definition, 512, {ord("z")})
-    assert allowed(of_text, "[zx]*") == {ord("x")}
-    assert allowed(of_text, "[zx]*", frozenset({ord("z"), ord("x")})) == {ord("z"), ord("x")}
+    vocabulary = Vocabulary.of(tokenizer.definition, 512, {ord("z")})  # z is the end of sequence
+    assert allowed(vocabulary, "[zx]*") == {ord("x")}
+    assert allowed(vocabulary, "[zx]*", frozenset({ord("z"), ord("x")})) == {ord("z"), ord("x")}
 
 
 @pytest.mark.parametrize("vocab_size", [300, 512, 700])

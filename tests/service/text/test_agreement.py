@@ -1,4 +1,4 @@
-"""Token ids, text and conversations are those of transformers, with tokenizers of all kinds and published templates."""
+"""Token ids, text and conversations are those of transformers, for tokenizers of all kinds and published templates."""
 
 import datetime
 import json
@@ -17,34 +17,36 @@ SPECIAL += ["<|extra|>", "<eos>", "<word>", "<|endoftext|>", "<0x41>"]
 FIXED = ["", " ", "  two  blanks ", "\n", "a", " a", "▁", "\ufffd", "\x00", "it 's , n't . ' d", "日本語", "e\u0301"]
 
 
-def texts(dice, count):
+def random_texts(dice, count):
     alphabet = [*" \n\t.,'!?▁", *"abcxyz", "é", "日", "🎉", "\u200d", "ﬁ", *SPECIAL, *" ".join(CORPUS).split(" ")]
     return ["".join(dice.choice(alphabet) + dice.choice(["", " "]) for _ in range(30)) for _ in range(count)]
 
 
 @pytest.fixture(scope="module", params=WRITERS)
 def both(request, tmp_path_factory):
+    """Return a tokenizer as this package and as transformers load it."""
     directory = WRITERS[request.param](tmp_path_factory.mktemp(request.param))
     return Tokenizer.load(directory), AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
 def test_token_ids_are_those_of_transformers(both):
     ours, theirs = both
-    for text in [*FIXED, *texts(random.Random(1), 60)]:
+    for text in [*FIXED, *random_texts(random.Random(1), 60)]:
         assert ours.encode(text) == theirs.encode(text), text
 
 
 def test_text_is_that_of_transformers(both):
     ours, theirs = both
     dice = random.Random(2)
-    encoded = [theirs.encode(text) for text in [*FIXED, *texts(dice, 40)]]
-    for token_ids in [*encoded, *([dice.randrange(len(theirs)) for _ in range(40)] for _ in range(40))]:
+    encoded = [theirs.encode(text) for text in [*FIXED, *random_texts(dice, 40)]]
+    random_ids = [[dice.randrange(len(theirs)) for _ in range(40)] for _ in range(40)]
+    for token_ids in [*encoded, *random_ids]:
         assert ours.decode(token_ids) == theirs.decode(token_ids, skip_special_tokens=True)
 
 
 def test_text_that_comes_token_by_token_is_that_of_transformers(both):
     ours, theirs = both
-    for text in [*FIXED, *texts(random.Random(3), 40)]:
+    for text in [*FIXED, *random_texts(random.Random(3), 40)]:
         token_ids = theirs.encode(text)
         stream = ours.stream()
         pieces = [*map(stream.put, token_ids), stream.end()]
@@ -120,7 +122,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "It's
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def chatting(request, tmp_path_factory):
-    """Both tokenizers of a model with one of the templates, and the template."""
+    """Return the tokenizers of this package and of transformers for a model with a template, and the template."""
     directory = write_tiny(tmp_path_factory.mktemp("chat"))
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     settings |= {"chat_template": TEMPLATES[request.param], "bos_token": "<|endoftext|>"}
@@ -132,22 +134,25 @@ def chatting(request, tmp_path_factory):
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_conversations_are_those_of_transformers(chatting, chat, add_generation_prompt):
-    ours, theirs, source = chatting
-    is_prompt = add_generation_prompt
-    extras = {"tools": [TOOL, TOOL], "documents": [{"title": "T", "text": "<x>"}]}
+    ours, theirs, template = chatting
+    arguments = {"tools": [TOOL, TOOL], "documents": [{"title": "T", "text": "<x>"}]}
     variables = {"enable_thinking": False, "date_string": "1 Jan"}
-    has_calls = any("tool_calls" in each for each in chat)
-    for name, value in {"": None, **extras, **variables}.items():
-        extra = {name: value} if name in extras else {}
-        kwargs = {name: value} if name in variables else {}
-        given = [*extra, *kwargs, *(["tool_calls"] if has_calls else [])]
-        if all(each in source for each in given):
-            ids = ours.encode_chat(chat, add_generation_prompt=is_prompt, **extra, chat_template_kwargs=kwargs)
-            text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=is_prompt, **extra, **kwargs)
+    has_calls = any("tool_calls" in message for message in chat)
+    for name, value in {"": None, **arguments, **variables}.items():  # none of them, or one
+        argument = {name: value} if name in arguments else {}
+        variable = {name: value} if name in variables else {}
+        ours_options = {"add_generation_prompt": add_generation_prompt, **argument, "chat_template_kwargs": variable}
+        theirs_options = {"add_generation_prompt": add_generation_prompt, **argument, **variable}
+
+        # A template that does not mention what it is given would drop it; this package then refuses the conversation.
+        given_names = [*argument, *variable, *(["tool_calls"] if has_calls else [])]
+        if all(given_name in template for given_name in given_names):
+            ids = ours.encode_chat(chat, **ours_options)
+            text = theirs.apply_chat_template(chat, tokenize=False, **theirs_options)
             assert ids == theirs.encode(text, add_special_tokens=False)
         else:
             with pytest.raises(ValueError, match=r"drops (tools|documents|tool_calls):|template has no variable"):
-                ours.encode_chat(chat, add_generation_prompt=is_prompt, **extra, chat_template_kwargs=kwargs)
+                ours.encode_chat(chat, **ours_options)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +172,7 @@ def test_the_error_of_a_template_does_not_contain_the_messages(source, messages,
         ChatTemplate(source, {}).render(messages)
 
 
-def test_a_template_that_is_none_is_refused():
+def test_an_invalid_template_is_refused():
     with pytest.raises(ValueError, match="the model's chat template is not valid: "):
         ChatTemplate("{% if %}", {})
 
@@ -177,7 +182,7 @@ def test_templates_write_the_date_of_the_clock():
     assert template.render([{"role": "user"}]) == "03 Feb 2025"
 
 
-def test_messages_of_other_clients_are_accepted_and_other_objects_refused():
+def test_messages_with_model_dump_are_accepted_and_other_objects_refused():
     message = SimpleNamespace(model_dump=lambda: {"role": "user", "content": "hi", "tool_calls": None})
     assert ChatTemplate("{{ messages }}", {}).render([message]) == "[{'role': 'user', 'content': 'hi'}]"
     with pytest.raises(TypeError, match="chat: expected text, numbers, lists and mappings, got object"):

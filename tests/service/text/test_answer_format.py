@@ -36,19 +36,20 @@ CASES: list[tuple[str, bool, list[AnswerPart]]] = [
 
 
 def read(text: str, next_size: Callable[[], int], parts: AnswerParts) -> list[AnswerPart]:
-    found: list[AnswerPart] = []
+    """Return the parts of a completion that arrives in pieces; neighbors of the same kind are joined."""
+    joined: list[AnswerPart] = []
     while True:
         size = next_size()
         for part in parts.put(text[:size], is_last=size >= len(text)):
-            last = found[-1] if found else None
+            last = joined[-1] if joined else None
             if isinstance(part, str) and isinstance(last, str):
-                found[-1] = last + part
+                joined[-1] = last + part
             elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-                found[-1] = Reasoning(last.text + part.text)
+                joined[-1] = Reasoning(last.text + part.text)
             else:
-                found.append(part)
+                joined.append(part)
         if size >= len(text):
-            return found
+            return joined
         text = text[size:]
 
 

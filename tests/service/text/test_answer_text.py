@@ -6,13 +6,17 @@ from radixkv.service.text.answer_text import AnswerText
 from tests.service.text.tokenizers import byte_fallback, byte_level
 
 
-def sent(answer, token_ids, piece_size=1):
-    parts = [answer.put(token_ids[at : at + piece_size]) for at in range(0, len(token_ids), piece_size)]
+def text_of(answer, token_ids, piece_size=1):
+    """Return the text that an answer sends for tokens that arrive in pieces of `piece_size`."""
+    parts = [answer.put(token_ids[start : start + piece_size]) for start in range(0, len(token_ids), piece_size)]
     return "".join([*parts, answer.end()])
 
 
 def expected(tokenizer, token_ids, stops, min_tokens):
-    """The text and the number of tokens by decoding all tokens again for each one, and the string that ends it."""
+    """Return the text, the number of its tokens, and the stop string that ends it or None.
+
+    All tokens are decoded again after each one.
+    """
     longest = 0  # an incomplete character makes the bytes before it unreadable too, until it is complete
     for count in range(1, len(token_ids) + 1):
         num_before, shown = longest, tokenizer.decode(token_ids[:count]).rstrip("\ufffd")
@@ -32,7 +36,7 @@ def expected(tokenizer, token_ids, stops, min_tokens):
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_random_answers_end_where_decoding_everything_says(seed):
+def test_random_answers_end_where_decoding_all_tokens_again_finds_a_stop_string(seed):
     dice = random.Random(seed)
     tokenizer = dice.choice((byte_level, byte_fallback))()
     alphabet = ["a", "b", " a", " b", "é", "€", "🎉", ", "]
@@ -42,34 +46,34 @@ def test_random_answers_end_where_decoding_everything_says(seed):
     min_tokens = dice.choice((0, 0, 5, 60))
     text, num_tokens, matched = expected(tokenizer, token_ids, stops, min_tokens)
     answer = AnswerText(tokenizer.stream(), stops, min_tokens)
-    assert sent(answer, token_ids, piece_size=dice.choice((1, 3, 1000))) == text
+    assert text_of(answer, token_ids, piece_size=dice.choice((1, 3, 1000))) == text
     assert (answer.num_tokens, answer.matched) == (num_tokens, matched)
 
 
-def test_a_string_over_the_borders_of_tokens_is_found():
+def test_a_stop_string_that_spans_tokens_is_found():
     tokenizer = byte_level()
     token_ids = tokenizer.encode("the requests and the blocks")
     assert len(token_ids) < 20
     answer = AnswerText(tokenizer.stream(), ["ts and t"])
-    assert sent(answer, token_ids) == "the reques"
+    assert text_of(answer, token_ids) == "the reques"
     assert answer.num_tokens < len(token_ids)
 
 
-def test_a_token_may_have_more_text_than_the_string():
+def test_a_token_may_have_more_text_than_the_stop_string():
     tokenizer = byte_level()
     (token_id,) = tokenizer.encode(" the")
     answer = AnswerText(tokenizer.stream(), ["t"])
-    assert sent(answer, [97, token_id, 98]) == "a "
+    assert text_of(answer, [97, token_id, 98]) == "a "
     assert (answer.num_tokens, answer.matched) == (2, "t")
 
 
-def test_a_string_of_characters_of_more_than_one_token_is_found_with_its_last_byte():
+def test_a_stop_string_with_characters_of_several_tokens_is_found_with_its_last_byte():
     answer = AnswerText(byte_level().stream(), ["€"])
-    assert sent(answer, [*b"a\xe2\x82\xacb"]) == "a"
+    assert text_of(answer, [*b"a\xe2\x82\xacb"]) == "a"
     assert answer.num_tokens == 4
 
 
-def test_without_strings_all_text_is_sent_as_it_arrives():
+def test_without_stop_strings_all_text_is_sent_as_it_arrives():
     answer = AnswerText(byte_level().stream())
     assert [answer.put([each]) for each in b"a\xe2\x82"] == ["a", "", ""]
     assert (answer.end(), answer.matched, answer.num_tokens) == ("\ufffd", None, 3)
@@ -77,7 +81,7 @@ def test_without_strings_all_text_is_sent_as_it_arrives():
 
 def test_a_stop_string_may_begin_before_a_special_token_and_end_after_it():
     answer = AnswerText(byte_level().stream(), ["ab"])
-    assert sent(answer, [*b"xa", 511, *b"bc"]) == "x"
+    assert text_of(answer, [*b"xa", 511, *b"bc"]) == "x"
     assert answer.num_tokens == 4
 
 

@@ -6,7 +6,7 @@ from radixkv.service.text.clean_up import CleanUp, clean_up_tokenization
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_the_cut_of_the_text_does_not_matter(seed):
+def test_the_result_does_not_depend_on_how_the_text_is_divided(seed):
     dice = random.Random(seed)
     pieces = ["".join(dice.choice(" .,'?ntvresmabc") for _ in range(dice.randrange(4))) for _ in range(40)]
     clean_up = CleanUp()

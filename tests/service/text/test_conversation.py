@@ -11,7 +11,7 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Like that of Qwen2.5: tools, tool calls as JSON, results of tools in messages of users.
+# Like the template of Qwen2.5: tools, tool calls as JSON, results of tools in messages of users.
 QWEN = """{% if tools %}TOOLS {% for tool in tools %}{{ tool | tojson }}{% endfor %}
 
 {% endif %}
@@ -27,7 +27,7 @@ assistant: {% if message.content %}{{ message.content }}{% endif %}
 {% endif %}
 {% endfor %}
 {% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"""
-# Like that of DeepSeek-V3: tool calls only where the content is null, and arguments as JSON text.
+# Like the template of DeepSeek-V3: tool calls only where the content is null, and arguments as JSON text.
 DEEPSEEK = """{% for message in messages %}
 {% if message['role'] == 'assistant' and message['content'] is none %}
 {% for tool in message['tool_calls'] %}{{ '<call>' + tool['function']['name'] + tool['function']['arguments'] }}
@@ -35,12 +35,12 @@ DEEPSEEK = """{% for message in messages %}
 {% else %}{{ message['role'] + ': ' + message['content'] }}
 {% endif %}
 {% endfor %}"""
-# Like that of Qwen2-VL: contents are text or parts.
+# Like the template of Qwen2-VL: a content is text or parts.
 PARTS = """{% for message in messages %}{{ message.role }}: {% if message.content is string %}{{ message.content }}
 {% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}
 
 {% endfor %}"""
-# Like that of Qwen3: contents that are no text are left out.
+# Like the template of Qwen3: a content that is not text is left out.
 ONLY_TEXT = """{% for message in messages %}{{ message.role }}: {% if message.content is string %}{{ message.content }}
 {% endif %}
 
@@ -152,7 +152,7 @@ def test_variables_reach_the_template():
     assert not render(QWEN, USER, variables={"enable_thinking": True}).endswith("<think></think>")
 
 
-def test_a_role_is_checked_in_each_form_until_it_was_written():
+def test_a_role_that_was_written_in_one_form_is_still_checked_in_others():
     template = ChatTemplate(ONLY_TEXT, {})
     assert template.render([USER]) == "user: Weather?\n\n"
     assert template.render([{"role": "user", "content": HELLO}]) == "user: Hello\nyou\n\n"
@@ -162,10 +162,16 @@ def test_a_role_is_checked_in_each_form_until_it_was_written():
 def test_a_conversation_of_a_known_shape_is_rendered_once(monkeypatch):
     template, rendered = ChatTemplate(QWEN, {}), []
     render = template._render
-    monkeypatch.setattr(template, "_render", lambda values: rendered.append(values) or render(values))
+
+    def render_and_record(values):
+        rendered.append(values)
+        return render(values)
+
+    monkeypatch.setattr(template, "_render", render_and_record)
     turns = [USER, CALLING, ANSWER]
     template.render(turns, tools=[TOOL])
-    assert len(rendered) == 1 + 4  # without the tools, without the call, and with other contents of two roles
+    # The checks also render it without the tools, without the call, and with another content of each of two roles.
+    assert len(rendered) == 1 + 4
     rendered.clear()
     longer = template.render([*turns, {**USER, "content": "And there?"}, CALLING, ANSWER], tools=[TOOL])
     assert len(rendered) == 1

@@ -34,8 +34,8 @@ def test_everything_of_a_message_is_written() -> None:
 
 def test_breakpoints_make_no_difference() -> None:
     bodies = [
-        {"messages": [{"role": "user", "content": [{**IMAGE, **more}]}]}
-        for more in ({}, {"cache_control": {"ttl": "1h"}})
+        {"messages": [{"role": "user", "content": [{**IMAGE, **breakpoint_fields}]}]}
+        for breakpoint_fields in ({}, {"cache_control": {"ttl": "1h"}})
     ]
     assert plain_parts(bodies[0]) == plain_parts(bodies[1])
 

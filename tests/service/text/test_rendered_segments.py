@@ -17,21 +17,21 @@ TEXT = "<s>system\nBe brief.\n{}</s><s>user\nWho?\nAnd why?</s><s>assistant\n</s
 
 
 def segment(position: int, tools: str = "") -> str:
-    """Return the segment of a character; each character is a token."""
+    """Return the name of the segment of a character of `TEXT`; each character is a token."""
     text = TEXT.format(tools)
-    found = segments_of(MESSAGES, text, TEXT.format(""), range(1, len(text) + 1))
-    assert found is not None
-    return found(position)
+    segment_of = segments_of(MESSAGES, text, TEXT.format(""), range(1, len(text) + 1))
+    assert segment_of is not None
+    return segment_of(position)
 
 
-def test_what_a_template_writes_before_a_message_belongs_to_it() -> None:
+def test_text_that_a_template_writes_before_a_message_belongs_to_the_message() -> None:
     assert segment(0) == segment(TEXT.index("brief")) == "system"
     assert segment(TEXT.index("</s>")) == segment(TEXT.index("why")) == "message 1 (user)"
     assert segment(TEXT.rindex("Who?")) == "message 3 (user)"
     assert segment(len(TEXT) - 4) == ""
 
 
-def test_tools_are_what_is_missing_without_them() -> None:
+def test_text_that_is_missing_without_tools_belongs_to_the_tools() -> None:
     start = TEXT.index("{}")
     assert {segment(position, TOOLS) for position in range(start, start + len(TOOLS))} == {"tools"}
     assert segment(start - 1, TOOLS) != "tools"

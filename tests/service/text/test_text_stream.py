@@ -5,8 +5,8 @@ import pytest
 from radixkv.service.text.text_stream import TextStream
 from tests.service.text.tokenizers import byte_fallback, byte_level
 
-FIRST_BYTE, HELLO, WORLD = 3, 260, 261  # of the vocabulary with a token for each byte
-BROKEN = "\ufffd"
+FIRST_BYTE, HELLO, WORLD = 3, 260, 261  # token ids of `byte_fallback`
+REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
 
 
 def pieces_of(tokenizer, token_ids, prompt_ids=()):
@@ -14,38 +14,39 @@ def pieces_of(tokenizer, token_ids, prompt_ids=()):
     return [*(stream.put(token_id) for token_id in token_ids), stream.end()]
 
 
-def characters(dice, count):
+def random_characters(dice, count):
+    """Return characters of one to four bytes in UTF-8."""
     ranges = ((32, 127), (0xA1, 0x800), (0x800, 0xD7FF), (0x10000, 0x10FFFF))
-    return "".join(chr(dice.randrange(*dice.choice(ranges))) for _ in range(count)).replace(BROKEN, "x")
+    return "".join(chr(dice.randrange(*dice.choice(ranges))) for _ in range(count)).replace(REPLACEMENT, "x")
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_text_is_that_of_all_tokens_together(seed):
     dice = random.Random(seed)
     tokenizer = byte_level()
-    token_ids = tokenizer.encode(characters(dice, 60))
+    token_ids = tokenizer.encode(random_characters(dice, 60))
     pieces = pieces_of(tokenizer, token_ids)
     assert "".join(pieces) == tokenizer.decode(token_ids)
-    assert not any(BROKEN in piece for piece in pieces)
+    assert not any(REPLACEMENT in piece for piece in pieces)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_tokens_that_are_no_text_give_what_decoding_them_together_gives(seed):
+def test_random_tokens_have_the_text_of_decoding_them_together(seed):
     dice = random.Random(seed)
     tokenizer = byte_level()
-    most = dice.choice((512, 256, 128))  # all pieces, any bytes, plain text
-    least = dice.choice((0, 128)) if most == 256 else 0
-    token_ids = [dice.randrange(least, most) for _ in range(300)]
+    end_id = dice.choice((512, 256, 128))  # all tokens, tokens of single bytes, or only ASCII
+    first_id = dice.choice((0, 128)) if end_id == 256 else 0
+    token_ids = [dice.randrange(first_id, end_id) for _ in range(300)]
     assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids)
 
 
-def test_a_character_comes_whole_with_its_last_byte():
+def test_a_character_is_returned_whole_with_its_last_byte():
     pieces = pieces_of(byte_level(), "a🎉b€".encode())
     assert pieces == ["a", "", "", "", "🎉", "b", "", "", "€", ""]
 
 
 def test_an_incomplete_character_is_returned_at_the_end():
-    assert pieces_of(byte_level(), b"a\xe2\x82") == ["a", "", "", BROKEN]
+    assert pieces_of(byte_level(), b"a\xe2\x82") == ["a", "", "", REPLACEMENT]
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level, byte_fallback])
@@ -53,22 +54,22 @@ def test_bytes_that_never_become_text_are_not_held_for_ever(tokenizer):
     stream = tokenizer().stream()
     first = 0 if tokenizer is byte_level else FIRST_BYTE
     pieces = [stream.put(first + 0xFF) for _ in range(500)]
-    assert len("".join(pieces)) > 480
     assert len(stream._ids) <= 32
+    assert len("".join(pieces)) > 480
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_characters_of_single_bytes_come_whole_from_a_vocabulary_of_words(seed):
+def test_characters_whose_bytes_are_tokens_are_returned_whole(seed):
     dice = random.Random(seed)
     tokenizer = byte_fallback()
-    text = "Hello" + characters(dice, 30) + " world"
+    text = "Hello" + random_characters(dice, 30) + " world"
     token_ids = tokenizer.encode(text)
     pieces = pieces_of(tokenizer, token_ids)
     assert "".join(pieces) == tokenizer.decode(token_ids)
-    assert not any(BROKEN in piece for piece in pieces)
+    assert not any(REPLACEMENT in piece for piece in pieces)
 
 
-def test_a_blank_at_the_start_depends_on_what_is_before():
+def test_a_blank_at_the_start_is_kept_only_after_a_prompt():
     tokenizer = byte_fallback()
     assert pieces_of(tokenizer, [HELLO, WORLD]) == ["Hello", " world", ""]
     assert pieces_of(tokenizer, [WORLD], prompt_ids=[HELLO]) == [" world", ""]
@@ -99,7 +100,7 @@ def test_many_special_tokens_are_not_kept():
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_last_tokens_together_give_what_they_give_one_by_one(seed):
+def test_the_last_tokens_have_the_same_text_together_as_one_by_one(seed):
     dice = random.Random(seed)
     tokenizer = byte_level()
     shown = {511: "<end>", 65: "<a>"} if seed % 2 else {}

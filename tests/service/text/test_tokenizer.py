@@ -3,7 +3,7 @@ import sys
 from unittest import mock
 
 import pytest
-from tokenizers import Tokenizer as Rust
+from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models
 
 from radixkv.service.missing_package import MissingPackage
@@ -12,7 +12,7 @@ from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.text.tool_formats import TOOL_FORMATS
 from radixkv.service.text.transformers_tokenizer import SlowBackend, converted_files
 from tests.service.command_line import launch
-from tests.service.text.tokenizers import byte_fallback, byte_level, write, write_tiny, write_without_json
+from tests.service.text.tokenizers import byte_fallback, byte_level, write_files, write_tiny, write_without_json
 
 
 def test_text_becomes_tokens_and_text_again():
@@ -41,6 +41,7 @@ def test_the_text_of_a_token_has_its_leading_space(make):
 def test_a_text_is_tokenized_once_for_its_ids_and_its_ends():
     tokenizer = byte_level()
     tokenizer._backend = mock.Mock(wraps=tokenizer._backend)
+    # Each byte of "€" is a token that ends with the whole character, and <|im_end|> has ten characters.
     assert tokenizer.encode_with_ends("~€<|im_end|>x") == ([*"~€".encode(), 511, 120], [1, 2, 2, 2, 12, 13])
     assert tokenizer._backend.encode.call_count == 1
 
@@ -58,7 +59,7 @@ def test_a_chat_ends_where_the_answer_begins():
     assert tokenizer.decode(token_ids) == "user\nhi\nassistant\n"
 
 
-def test_the_token_that_a_template_writes_after_an_answer():
+def test_the_token_that_a_template_writes_after_an_answer_is_the_turn_end():
     assert byte_level().turn_end() == ("<|im_end|>", 511)
     assert byte_fallback().turn_end() is None, "there is no template"
 
@@ -108,30 +109,40 @@ def test_files_of_a_kind_that_needs_another_package_name_it(monkeypatch, tmp_pat
 CHAT = [{"role": "user", "content": "hi"}]
 
 
-def _names(source):
-    """Return a template that writes where it comes from, and the message."""
+def _template_naming(source):
+    """Return a template that writes the name of its source, and the message."""
     return source + " {{ messages[0].content }}"
 
 
 @pytest.mark.parametrize(
     ("files", "source"),
     [
-        ({"chat_template.jinja": _names("file")}, "file"),
-        ({"chat_template.json": json.dumps({"chat_template": _names("processor")})}, "settings"),
+        ({"chat_template.jinja": _template_naming("file")}, "file"),
+        ({"chat_template.json": json.dumps({"chat_template": _template_naming("processor")})}, "settings"),
         (
-            {"tokenizer_config.json": "{}", "chat_template.json": json.dumps({"chat_template": _names("processor")})},
+            {
+                "tokenizer_config.json": "{}",
+                "chat_template.json": json.dumps({"chat_template": _template_naming("processor")}),
+            },
             "processor",
         ),
         (
-            {"tokenizer_config.json": json.dumps({"chat_template": [{"name": "default", "template": _names("list")}]})},
+            {
+                "tokenizer_config.json": json.dumps(
+                    {"chat_template": [{"name": "default", "template": _template_naming("list")}]}
+                )
+            },
             "list",
         ),
-        ({"additional_chat_templates/default.jinja": _names("folder")}, "folder"),
+        ({"additional_chat_templates/default.jinja": _template_naming("folder")}, "folder"),
     ],
 )
 def test_the_chat_template_is_found_where_models_have_it(tmp_path, files, source):
     write_tiny(tmp_path)
-    settings = {**json.loads((tmp_path / "tokenizer_config.json").read_text()), "chat_template": _names("settings")}
+    settings = {
+        **json.loads((tmp_path / "tokenizer_config.json").read_text()),
+        "chat_template": _template_naming("settings"),
+    }
     for name, text in {"tokenizer_config.json": json.dumps(settings), **files}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -172,9 +183,11 @@ def test_files_without_tokenizer_json_are_read_by_transformers_and_converted(tmp
 
 
 def test_a_tokenizer_in_python_is_served_through_transformers(tmp_path):
-    """As transformers runs those that have no fast form: the methods are the same, the class is another one."""
+    """Some tokenizers exist only in Python. transformers gives them the same methods as others, in another class."""
 
-    class Model:
+    class SlowTokenizer:
+        """Stands in for such a tokenizer of transformers: a token per byte, and 1 for the beginning."""
+
         chat_template = "{{ bos_token }}{{ messages[0].content }}"
         special_tokens_map = {"bos_token": "<s>"}  # noqa: RUF012
         clean_up_tokenization_spaces = True
@@ -186,7 +199,7 @@ def test_a_tokenizer_in_python_is_served_through_transformers(tmp_path):
         def decode(self, token_ids, **_):
             return bytes(each for each in token_ids if each > 1).decode("utf-8", "replace")
 
-    with mock.patch("radixkv.service.text.tokenizer.load_with_transformers", return_value=Model()):
+    with mock.patch("radixkv.service.text.tokenizer.load_with_transformers", return_value=SlowTokenizer()):
         tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.encode("hé") == [1, *"hé".encode()]
     assert tokenizer.encode_chat(CHAT) == [*b"<s>hi"]
@@ -203,7 +216,7 @@ def test_a_tokenizer_in_python_is_served_through_transformers(tmp_path):
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path, package, call, extra):
-    byte_level()
+    byte_level()  # is cached, so it needs no package later
     for module in [name for name in sys.modules if name.startswith("radixkv.service.text.")]:
         if module.endswith(("chat_template", "tokenizer_directory")):
             monkeypatch.delitem(sys.modules, module)
@@ -225,9 +238,9 @@ def test_text_needs_neither_torch_nor_transformers(tmp_path):
 
 
 def test_the_tags_of_an_answer_may_be_special_tokens(tmp_path):
-    rust = Rust(models.BPE({"a": 0, "b": 1}, []))
+    rust = RustTokenizer(models.BPE({"a": 0, "b": 1}, []))
     rust.add_special_tokens(["[TOOL_CALLS]", "[THINK]", "<s>"])
-    write(tmp_path, rust, {"chat_template": "[TOOL_CALLS]{{ messages }}[/THINK]"})
+    write_files(tmp_path, rust, {"chat_template": "[TOOL_CALLS]{{ messages }}[/THINK]"})
     tokenizer = Tokenizer.load(tmp_path)
     form = tokenizer.answer_format()
     assert (form.tool_format, form.reasoning) == (TOOL_FORMATS["mistral"], REASONING_FORMATS["mistral"])
@@ -235,8 +248,8 @@ def test_the_tags_of_an_answer_may_be_special_tokens(tmp_path):
     shown = {token_id: tag for tag, token_id in form.tags.items()}
     stream = tokenizer.stream((), shown)
     assert [stream.put(token_id) for token_id in (0, 2, 4, 1)] == ["a", "[TOOL_CALLS]", "", "b"]
-    other = tokenizer.answer_format("hermes", "none")
-    assert (other.tool_format, other.reasoning, other.tags) == (TOOL_FORMATS["hermes"], None, {})
+    chosen = tokenizer.answer_format("hermes", "none")
+    assert (chosen.tool_format, chosen.reasoning, chosen.tags) == (TOOL_FORMATS["hermes"], None, {})
 
 
 def test_special_tokens_have_texts_if_they_are_shown(tmp_path):
@@ -248,6 +261,8 @@ def test_special_tokens_have_texts_if_they_are_shown(tmp_path):
 
 def test_a_response_template_shows_the_format_of_answers(tmp_path):
     template = {"fields": {"thinking": {"open": "<think>", "close": "</think>"}, "tool_calls": {"open": "<tool_call>"}}}
-    write(tmp_path, Rust(models.BPE({"a": 0}, [])), {"chat_template": "a", "response_template": template})
+    write_files(
+        tmp_path, RustTokenizer(models.BPE({"a": 0}, [])), {"chat_template": "a", "response_template": template}
+    )
     form = Tokenizer.load(tmp_path).answer_format()
     assert (form.tool_format, form.reasoning) == (TOOL_FORMATS["hermes"], REASONING_FORMATS["think"])

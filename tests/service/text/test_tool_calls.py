@@ -36,13 +36,14 @@ def pieces_of(text: str, next_size: Callable[[], int]) -> Iterator[str]:
 
 
 def merged(parts: list[str | ToolCall]) -> list[str | ToolCall]:
-    found: list[str | ToolCall] = []
+    """Return the parts with neighboring texts joined."""
+    joined: list[str | ToolCall] = []
     for part in parts:
-        if isinstance(part, str) and found and isinstance(found[-1], str):
-            found[-1] += part
+        if isinstance(part, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += part
         else:
-            found.append(part)
-    return found
+            joined.append(part)
+    return joined
 
 
 @pytest.mark.parametrize(("name", "text", "parts"), CASES)
@@ -59,8 +60,8 @@ def test_no_text_is_lost_however_it_arrives(name: str) -> None:
     for _ in range(150):
         text = "".join(rng.choices(words, k=rng.randrange(25)))
         if rng.random() < 0.5:
-            at = rng.randrange(len(text) + 1)
-            text = text[:at] + rng.choice(FORCED[name])[0] + text[at:]
+            position = rng.randrange(len(text) + 1)
+            text = text[:position] + rng.choice(FORCED[name])[0] + text[position:]
         whole = split(name, text, lambda: 10_000)
         assert split(name, text, lambda: rng.choice((1, 1, 2, 3, 9))) == whole
         if not any(isinstance(part, ToolCall) for part in whole):

@@ -15,7 +15,7 @@ from tests.service.text.tool_texts import FUNCTIONS, WEATHER
 
 SCHEMAS = {each["name"]: each.get("parameters", {}) for each in FUNCTIONS}
 TOOLS = [{"type": "function", "function": each} for each in FUNCTIONS]
-ID = "call_0123456789abcdef01234567"
+ID = "call_0123456789abcdef01234567"  # of a call
 
 
 @pytest.mark.parametrize("family", list(TEMPLATES))
@@ -25,18 +25,18 @@ def test_a_template_writes_calls_as_they_are_read(family: str) -> None:
     assert form is TOOL_FORMATS[name]
     call = {"name": WEATHER.name, "arguments": json.dumps(WEATHER.arguments)}
     question = {"role": "user", "content": "How warm is it?"}
-    asked = {"role": "assistant", "content": None, "tool_calls": [{"id": ID, "type": "function", "function": call}]}
+    calling = {"role": "assistant", "content": None, "tool_calls": [{"id": ID, "type": "function", "function": call}]}
     result = {"role": "tool", "tool_call_id": ID, "content": "12 degrees"}
     template = ChatTemplate(source, {"bos_token": "<s>"}, write_calls=form.write)
     before = template.render([question], tools=TOOLS, add_generation_prompt=False)
     assert '"weather"' in before
-    after = template.render([question, asked], tools=TOOLS, add_generation_prompt=False)
+    after = template.render([question, calling], tools=TOOLS, add_generation_prompt=False)
     assert after.startswith(before)
     answer = after[len(before) :].removeprefix("<|start_header_id|>assistant<|end_header_id|>\n\n")
     parser = ToolCallText(form, SCHEMAS)
     parts = [*parser.put(answer.removeprefix("<|im_start|>assistant\n")), *parser.end()]
     assert [part for part in parts if isinstance(part, ToolCall)] == [WEATHER]
-    whole = template.render([question, asked, result], tools=TOOLS)
+    whole = template.render([question, calling, result], tools=TOOLS)
     assert whole.startswith(after)
     assert "12 degrees" in whole
 
@@ -55,8 +55,8 @@ def test_calls_that_a_template_refuses_are_written_as_text() -> None:
     [("qwen3", "think"), ("always_thinking", "think"), ("magistral", "mistral"), ("hermes", None), ("llama3", None)],
 )
 def test_reasoning_is_recognized_by_the_template(family: str, reasoning: str | None) -> None:
-    found = reasoning_format_of(TEMPLATES[family][0])
-    assert (found and found.name) == reasoning
+    recognized = reasoning_format_of(TEMPLATES[family][0])
+    assert (None if recognized is None else recognized.name) == reasoning
 
 
 def test_templates_without_calls_have_no_format() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from tokenizers import Tokenizer as Rust
+from tokenizers import Tokenizer as RustTokenizer
 
 from radixkv.model.tiny_files import write_tiny_files
 from radixkv.service.text.tokenizer import Tokenizer
@@ -20,12 +20,12 @@ CORPUS = [
     "Größe, naïve café, Ελληνικά, русский текст, 日本語のテキスト, 한국어, العربية, 🎉🎉 emoji.",
     "def prefill(prompt: str) -> int:\n    return len(prompt)\n\n\tx = {'a': [1, 2, 3]}",
 ]
-SMALLEST = ["<unk>", "<s>", "</s>"]
+SPECIAL_TOKENS = ["<unk>", "<s>", "</s>"]
 
 
 @functools.cache
 def byte_level() -> Tokenizer:
-    """The tokenizer of the embedded model: pieces of bytes."""
+    """Return the tokenizer of the embedded model, with a token for each byte and for longer pieces."""
     with tempfile.TemporaryDirectory() as name:
         write_tiny_files(Path(name))
         return Tokenizer.load(name)
@@ -33,14 +33,14 @@ def byte_level() -> Tokenizer:
 
 @functools.cache
 def byte_fallback() -> Tokenizer:
-    """A tokenizer like that of Llama 2: words that begin with a space, and tokens for the bytes of other characters."""
-    words = [*SMALLEST, *(f"<0x{byte:02X}>" for byte in range(256))]
+    """Return a tokenizer like that of Llama 2: words that begin with a space, and tokens for the bytes of the rest."""
+    words = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["▁", "▁Hello", "▁world", "Hello", ",", "a", "b", "▁a", "▁b", "é"]
     vocabulary = {word: token_id for token_id, word in enumerate(words)}
-    rust = Rust(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    rust = RustTokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     rust.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first")
     rust.decoder = fallback_decoder()
-    rust.add_special_tokens(SMALLEST)
+    rust.add_special_tokens(SPECIAL_TOKENS)
     return Tokenizer(rust)
 
 
@@ -50,14 +50,14 @@ def fallback_decoder() -> Any:
     )
 
 
-def write(directory: Path, rust: Rust, settings: dict[str, Any], **others: Any) -> Path:
-    """Write a tokenizer as models are published: its settings, and other files by the name before `.json`."""
+def write_files(directory: Path, rust: RustTokenizer, settings: dict[str, Any], **other_files: Any) -> Path:
+    """Write a tokenizer in the files of a published model. A keyword of `other_files` is a name without `.json`."""
     directory.mkdir(exist_ok=True)
     rust.save(str(directory / "tokenizer.json"))
     files = {
         "config": {"model_type": "llama"},
         "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", **settings},
-        **others,
+        **other_files,
     }
     for name, tree in files.items():
         (directory / f"{name}.json").write_text(json.dumps(tree))
@@ -65,14 +65,15 @@ def write(directory: Path, rust: Rust, settings: dict[str, Any], **others: Any) 
 
 
 def write_tiny(directory: Path) -> Path:
+    """Write the tokenizer of the embedded model."""
     directory.mkdir(exist_ok=True)
     write_tiny_files(directory)
     return directory
 
 
 def write_llama3_like(directory: Path) -> Path:
-    """Bytes as BPE, a start-of-text token before each text, tokens that were added for chats."""
-    rust = Rust(models.BPE())
+    """Write a tokenizer of bytes with BPE, a start-of-text token before each text, and added tokens for chats."""
+    rust = RustTokenizer(models.BPE())
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()
     special = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
@@ -86,9 +87,9 @@ def write_llama3_like(directory: Path) -> Path:
     rust.post_processor = processors.TemplateProcessing(
         single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, rust.token_to_id(begin))]
     )
-    rust.enable_truncation(4)  # which must not cut prompts
+    rust.enable_truncation(4)  # must have no effect on prompts, and neither must the padding
     rust.enable_padding(length=20)
-    return write(
+    return write_files(
         directory,
         rust,
         {"bos_token": begin, "eos_token": "<|eot_id|>", "clean_up_tokenization_spaces": True, "add_bos_token": False},
@@ -96,8 +97,8 @@ def write_llama3_like(directory: Path) -> Path:
 
 
 def write_bert_like(directory: Path) -> Path:
-    """Pieces of lower-case words. Decoding joins them with spaces, which it then removes."""
-    rust = Rust(models.WordPiece(unk_token="[UNK]"))
+    """Write a tokenizer of pieces of lower-case words. Decoding puts spaces between words, and removes some of them."""
+    rust = RustTokenizer(models.WordPiece(unk_token="[UNK]"))
     rust.normalizer = normalizers.BertNormalizer(lowercase=True)
     rust.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     rust.decoder = decoders.WordPiece(cleanup=False)
@@ -107,48 +108,51 @@ def write_bert_like(directory: Path) -> Path:
     )
     rust.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
     names = ("unk_token", "cls_token", "sep_token", "pad_token", "mask_token")
-    return write(directory, rust, {**dict(zip(names, special, strict=True)), "clean_up_tokenization_spaces": True})
+    return write_files(
+        directory, rust, {**dict(zip(names, special, strict=True)), "clean_up_tokenization_spaces": True}
+    )
 
 
 def write_unigram(directory: Path, prepend_scheme: str, *, byte_fallback: bool) -> Path:
-    """A tokenizer in the form that SentencePiece writes."""
-    rust = Rust(models.Unigram())
+    """Write a tokenizer in the form that SentencePiece has."""
+    rust = RustTokenizer(models.Unigram())
     rust.normalizer = normalizers.NFKC()
     rust.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=prepend_scheme)
     rust.train_from_iterator(
-        CORPUS, trainers.UnigramTrainer(vocab_size=200, special_tokens=SMALLEST, unk_token="<unk>", show_progress=False)
+        CORPUS,
+        trainers.UnigramTrainer(vocab_size=200, special_tokens=SPECIAL_TOKENS, unk_token="<unk>", show_progress=False),
     )
     tree = json.loads(rust.to_str())
     if byte_fallback:
         tree["model"]["vocab"] += [[f"<0x{byte:02X}>", -20.0] for byte in range(256)]
         tree["model"]["byte_fallback"] = True
-    rust = Rust.from_str(json.dumps(tree))
+    rust = RustTokenizer.from_str(json.dumps(tree))
     metaspace = decoders.Metaspace(replacement="▁", prepend_scheme=prepend_scheme)
     rust.decoder = fallback_decoder() if byte_fallback else metaspace
-    return write(directory, rust, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
+    return write_files(directory, rust, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
 
 
 def write_llama2_like(directory: Path) -> Path:
-    """Words in BPE, whose normalizer adds a space before the text, and bytes for other characters."""
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    rust = Rust(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    """Write a tokenizer of words in BPE, whose normalizer adds a space before the text, with bytes for the rest."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    rust = RustTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    trainer = trainers.BpeTrainer(vocab_size=450, special_tokens=[*SMALLEST, *bytes_], show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=450, special_tokens=[*SPECIAL_TOKENS, *byte_tokens], show_progress=False)
     rust.train_from_iterator(CORPUS[:2], trainer)
     tree = json.loads(rust.to_str())
-    tree["added_tokens"] = tree["added_tokens"][: len(SMALLEST)]  # bytes are no special tokens
-    rust = Rust.from_str(json.dumps(tree))
+    tree["added_tokens"] = tree["added_tokens"][: len(SPECIAL_TOKENS)]  # bytes are no special tokens
+    rust = RustTokenizer.from_str(json.dumps(tree))
     rust.decoder = fallback_decoder()
     rust.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return write(directory, rust, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "legacy": True})
+    return write_files(directory, rust, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "legacy": True})
 
 
 def write_added_in_settings(directory: Path) -> Path:
-    """Tokens that only tokenizer_config.json has, one of them with other flags than in tokenizer.json."""
-    rust = Rust.from_file(str(write_tiny(directory) / "tokenizer.json"))
+    """Write a tokenizer with tokens that only tokenizer_config.json has, and one that has other flags there."""
+    rust = RustTokenizer.from_file(str(write_tiny(directory) / "tokenizer.json"))
     rust.add_tokens(["<think>"])
     flags = {"lstrip": False, "rstrip": False, "single_word": False}
-    return write(
+    return write_files(
         directory,
         rust,
         {
@@ -164,9 +168,9 @@ def write_added_in_settings(directory: Path) -> Path:
 
 
 def write_legacy(directory: Path) -> Path:
-    """Added tokens in files of their own, as transformers wrote them before version 4.34."""
-    rust = Rust.from_file(str(write_tiny(directory) / "tokenizer.json"))
-    return write(
+    """Write a tokenizer with added tokens in separate files, as transformers wrote them before version 4.34."""
+    rust = RustTokenizer.from_file(str(write_tiny(directory) / "tokenizer.json"))
+    return write_files(
         directory,
         rust,
         {"unk_token": "<|endoftext|>"},
@@ -176,7 +180,7 @@ def write_legacy(directory: Path) -> Path:
 
 
 def write_without_json(directory: Path) -> Path:
-    """A tokenizer in the files of GPT-2, from before there was `tokenizer.json`."""
+    """Write a tokenizer in the files of GPT-2, which is older than `tokenizer.json`."""
     tree = json.loads((write_tiny(directory) / "tokenizer.json").read_text())
     model, added = tree["model"], {token.pop("id"): token for token in tree["added_tokens"]}
     (directory / "tokenizer.json").unlink()

@@ -1,4 +1,7 @@
-"""Small chat templates in the shape of families of models, with the format of calls that each of them writes."""
+"""Small chat templates in the shape of families of models, with the format of calls that each of them writes.
+
+In the parts that several templates share, words such as CALL and BEFORE are placeholders, which each template replaces.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _PARAMETERS = (
 HERMES = _CHATML.replace(
     "CALL", '<tool_call>\n{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}\n</tool_call>\n'
 )
-# Qwen 3: the switch for reasoning writes an empty one into the prompt.
+# Qwen 3: without reasoning, the prompt ends with an empty reasoning block.
 QWEN3 = HERMES.replace(
     "<|im_start|>assistant\n{% endif %}",
     "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
@@ -135,11 +138,7 @@ GEMMA = """{{ bos_token }}{% for message in messages %}<start_of_turn>{{
 {% endfor %}{% if add_generation_prompt %}<start_of_turn>model
 {% endif %}"""
 
-LFM2 = (
-    PYTHONIC.replace("CALL", "")
-    .replace("[{{ call.name", "<|tool_call_start|>[{{ call.name")
-    .replace("%})]", "%})]<|tool_call_end|>")
-)
+LFM2 = PYTHONIC.replace("[{{ call.name", "<|tool_call_start|>[{{ call.name").replace("%})]", "%})]<|tool_call_end|>")
 NEMOTRON = FUNCTOOLS.replace("functools[...]", "").replace("functools[", "<TOOLCALL>[").replace("}]", "}]</TOOLCALL>")
 SEED_OSS = (
     QWEN3_CODER.replace("tool_call>", "seed:tool_call>")

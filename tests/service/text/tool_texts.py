@@ -34,7 +34,9 @@ def deepseek(text: str) -> str:
     return text.replace("<|", "<\uff5c").replace("|>", "\uff5c>")
 
 
+# The beginning and the end of the calls in an answer of DeepSeek.
 _DEEPSEEK = deepseek("<|tool▁calls▁begin|>"), deepseek("<|tool▁calls▁end|>")
+# The formats of the calls in an answer: name (and index), then arguments.
 _V3 = deepseek("<|tool▁call▁begin|>function<|tool▁sep|>{}\n```json\n{}\n```<|tool▁call▁end|>")
 _V31 = deepseek("<|tool▁call▁begin|>{}<|tool▁sep|>{}<|tool▁call▁end|>")
 _KIMI = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
@@ -125,7 +127,13 @@ FORCED: dict[str, tuple[tuple[str, list[ToolCall]], ...]] = {
     ),
 }
 
-# By format: other answers, and what they consist of.
+# Calls whose arguments are no JSON that can be passed on: numbers beyond floats, lone surrogates, deep nesting.
+_UNREADABLE_CALLS = [
+    f'<tool_call>{{"name": "a", "parameters": {{"b": {value}}}}}</tool_call>'
+    for value in ("1e999", "NaN", '"\\ud800"', "[" * 1000)
+]
+
+# By format: other answers, and the texts and calls of which they consist.
 OTHERS: dict[str, tuple[tuple[str, list[str | ToolCall]], ...]] = {
     "hermes": (
         ("Let me see.\n<tool_call>" + _CLOCK + "</tool_call>\n\nDone. ", ["Let me see.", CLOCK, "Done. "]),
@@ -134,7 +142,7 @@ OTHERS: dict[str, tuple[tuple[str, list[str | ToolCall]], ...]] = {
             '<tool_call>{"name": "a", "arguments": {"b": "</tool_call>\n"}}</tool_call>',
             [ToolCall("a", {"b": "</tool_call>\n"})],
         ),
-        ('<tool_call>{"name": "clock", "arguments": {}}', [CLOCK]),  # what ends the call ended the completion
+        ('<tool_call>{"name": "clock", "arguments": {}}', [CLOCK]),  # the end tag was the end of the completion
         ("<tool_call>no JSON</tool_call> after", ["<tool_call>no JSON</tool_call> after"]),
         ('<tool_call>[{"name": "a"}, 1]</tool_call>', ['<tool_call>[{"name": "a"}, 1]</tool_call>']),
         ('<tool_call>{"name": 1}</tool_call>', ['<tool_call>{"name": 1}</tool_call>']),
@@ -144,15 +152,11 @@ OTHERS: dict[str, tuple[tuple[str, list[str | ToolCall]], ...]] = {
         ("a < b, <tool, <tool_cal", ["a < b, <tool, <tool_cal"]),
         ("<tool_call>" * 3, ["<tool_call>" * 3]),
         (f"<tool_call> <tool_call>{_CLOCK}</tool_call>", ["<tool_call>", CLOCK]),
-        *(
-            (text, [text])
-            for value in ("1e999", "NaN", '"\\ud800"', "[" * 1000)
-            for text in (f'<tool_call>{{"name": "a", "parameters": {{"b": {value}}}}}</tool_call>',)
-        ),
+        *((call, [call]) for call in _UNREADABLE_CALLS),
     ),
     "llama3_json": (
         ('<|python_tag|>{"name": "other", "parameters": {}}', [ToolCall("other", {})]),
-        ('{"name": "other", "parameters": {}}', ['{"name": "other", "parameters": {}}']),  # no tool of the request
+        ('{"name": "other", "parameters": {}}', ['{"name": "other", "parameters": {}}']),  # not a tool of the request
         ('{"name": "clock"}', ['{"name": "clock"}']),
         ('{"name": "clock", "parameters": {}}; or not', [CLOCK, "; or not"]),
         ('It is {"name": "clock", "parameters": {}}', ['It is {"name": "clock", "parameters": {}}']),
