@@ -179,14 +179,11 @@ def test_a_removed_token_is_refused_in_calls_and_streams_and_other_tenants_conti
     ids=["tenant", "role", "expiry", "removal"],
 )
 def test_a_stream_ends_when_its_credential_loses_the_right_to_it(credential_files, checks_often, entry, code):
-    engine, refusal_types = FakeEngine(is_gated=True), []
+    engine, refusals = FakeEngine(is_gated=True), []
 
     async def run():
         async with (
-            serving(engine, **credential_files.tls, count_refusal=lambda error: refusal_types.append(type(error))) as (
-                _,
-                address,
-            ),
+            serving(engine, **credential_files.tls, count_refusal=refusals.append) as (_, address),
             AsyncClient(address, **credential_files.client("acme")) as acme,
         ):
             stream = acme.generate([1, 2], max_new_tokens=4)
@@ -195,7 +192,7 @@ def test_a_stream_ends_when_its_credential_loses_the_right_to_it(credential_file
             return (await refusal_of(last_of(stream))).code()
 
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) is code
-    assert len(refusal_types) == 1
+    assert len(refusals) == 1
 
 
 def test_a_stream_continues_when_its_credential_changes_in_other_ways(credential_files, checks_often, caplog):
