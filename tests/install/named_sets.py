@@ -21,9 +21,11 @@ _PAGES = (
     "bench/**/*.md",
 )
 _DEPLOY = ("docs/deploy/Dockerfile", "docs/deploy/radixkv.service")
-# '.[engine,text]' as an argument of pip, "$(echo *.whl)[engine]", and `EXTRAS_demo := engine,plot` of the Makefile
+# '.[engine,text]' and "$(echo *.whl)[engine]", as arguments of pip
 _ARGUMENT = re.compile(r"(?:\.|\.whl\)?)\[([a-z]+(?:,[a-z]+)*)\]")
+# `EXTRAS_demo := engine,plot`, a variable of the Makefile
 _VARIABLE = re.compile(r"^EXTRAS_\S+\s*:?=\s*([a-z]+(?:,[a-z]+)*)\s*$", re.MULTILINE)
+# The package, the extras, and the versions of a requirement
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[([a-z,]+)\])?\s*([^;]*)")
 
 Extras = tuple[str, ...]
@@ -42,16 +44,17 @@ def sets_in(text: str) -> set[Extras]:
     >>> sorted(sets_in("pip install '.[text]' or '.[engine,events]'"))
     [('engine', 'events'), ('text',)]
     """
-    found = (*_ARGUMENT.findall(text), *_VARIABLE.findall(text))
-    return {tuple(sorted(names.split(","))) for names in found}
+    lists = (*_ARGUMENT.findall(text), *_VARIABLE.findall(text))
+    return {tuple(sorted(names.split(","))) for names in lists}
 
 
 def named_sets() -> list[Extras]:
     """Return every set of extras in the project's files. The first is empty, for a plain `pip install .`."""
     files = {file for pattern in (*_PAGES, *_DEPLOY) for file in ROOT.glob(pattern)}
     extras = project()["optional-dependencies"]
-    named = {each for file in files for each in sets_in(file.read_text(encoding="utf-8"))}
-    return sorted({(), *(each for each in named if set(each) <= set(extras))}, key=lambda each: (len(each), each))
+    candidates = {each for file in files for each in sets_in(file.read_text(encoding="utf-8"))}
+    named = {each for each in candidates if set(each) <= set(extras)}  # other projects have extras too
+    return sorted({(), *named}, key=lambda each: (len(each), each))
 
 
 def closure(extras: Iterable[str]) -> set[str]:
@@ -70,11 +73,11 @@ def closure(extras: Iterable[str]) -> set[str]:
 def requirements(extras: Iterable[str]) -> list[str]:
     """Return the requirements of the package with some extras, without environment markers and radixkv itself."""
     table = project()
-    own = [
+    listed = [
         *table["dependencies"],
         *(requirement for extra in closure(extras) for requirement in table["optional-dependencies"][extra]),
     ]
-    return [requirement.partition(";")[0].strip() for requirement in own if not _own_extras(requirement)]
+    return [requirement.partition(";")[0].strip() for requirement in listed if not _own_extras(requirement)]
 
 
 def package_of(requirement: str) -> str:

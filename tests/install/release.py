@@ -1,4 +1,4 @@
-"""Release: builds what an index takes, checks it, and records what it was built from.
+"""Release: builds the files that a package index accepts, checks them, and records what they were built from.
 
     python -m tests.install.release [--out dist]
 
@@ -8,9 +8,9 @@ From the last commit, it builds the sdist and the wheel, and writes next to them
     provenance.json      an in-toto statement with SLSA provenance: the commit, the versions of compiler and packages
     RELEASE.md           the page of the release: changes, installation, files, origin
 
-auditwheel gives the wheel the manylinux tag of the oldest glibc that its libraries need, since an index takes no
-others. twine checks metadata and description, check-wheel-contents the files. Publishing is not part of it. Needs
-Python's standard library, git, and an index for pip.
+auditwheel gives a wheel for Linux the manylinux tag of the oldest glibc that its libraries need, since an index accepts
+no other wheels for Linux. twine checks metadata and description, check-wheel-contents the files. The release is not
+published. Needs Python's standard library, git, and an index for pip.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def build(folder: Path, out: Path) -> Origin:
     Raises:
         Failed: there are uncommitted changes, the folder exists, or a step fails.
     """
-    if changes := _run("git", "status", "--porcelain"):
-        raise Failed(f"expected a checkout without uncommitted changes, got\n{changes}")
+    if uncommitted := _run("git", "status", "--porcelain"):
+        raise Failed(f"expected a checkout without uncommitted changes, got\n{uncommitted}")
     if out.exists():
         raise Failed(f"--out: expected a new folder, got {out}, which exists")
     commit, unix_time = _run("git", "show", "--no-patch", "--format=%H %ct").split()
@@ -116,7 +116,7 @@ def write_notes(out: Path, origin: Origin) -> None:
     rows = "".join(
         f"| `{name}` | {(out / name).stat().st_size / 1e6:.1f} MB | `{digests[name]}` |\n" for name in digests
     )
-    built = ", ".join(f"{name} {number}" for name, number in sorted(origin.tools.items()))
+    tools = ", ".join(f"{name} {tool_version}" for name, tool_version in sorted(origin.tools.items()))
     (out / "RELEASE.md").write_text(
         f"# radixkv {version}\n\n"
         f"## Install\n\n```\npip install 'radixkv[engine]=={version}'\n```\n\n"
@@ -124,7 +124,7 @@ def write_notes(out: Path, origin: Origin) -> None:
         "elsewhere, `pip` builds the sdist.\n\n"
         f"## Files\n\n| file | size | SHA-256 |\n|---|---|---|\n{rows}\n"
         f"## Origin\n\nBuilt from commit `{origin.commit}` of {datetime.fromtimestamp(origin.unix_time, UTC):%Y-%m-%d} "
-        f"with {built}. `provenance.json` says the same as an in-toto statement, and `sha256sum --check SHA256SUMS` "
+        f"with {tools}. `provenance.json` says the same as an in-toto statement, and `sha256sum --check SHA256SUMS` "
         "verifies the files.\n\n"
         f"## Changes\n\n{changes((ROOT / 'CHANGELOG.md').read_text(), version)}"
     )
@@ -155,15 +155,16 @@ def changes(changelog: str, version: str) -> str:
     'New.\\n'
 
     Raises:
-        Failed: there is none.
+        Failed: the changelog has no section of this version.
     """
-    found = re.search(rf"^## {re.escape(version)}\b[^\n]*\n+(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
-    if found is None:
+    section = re.search(rf"^## {re.escape(version)}\b[^\n]*\n+(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
+    if section is None:
         raise Failed(f"CHANGELOG.md: expected a section ## {version}, got none")
-    return found[1].rstrip() + "\n"
+    return section[1].rstrip() + "\n"
 
 
 def _run(*command: str, environment: dict[str, str] | None = None) -> str:
+    """Run a command in the checkout, and return its output. Raises Failed with its output."""
     program = shutil.which(command[0], path=(environment or os.environ).get("PATH")) or command[0]
     result = subprocess.run(
         [program, *command[1:]], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

@@ -54,8 +54,10 @@ def test_docstring_examples_are_correct(module: ModuleType) -> None:
 def test_a_failing_set_fails_the_matrix_after_the_other_sets_ran(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Fake(matrix.Environment):
-        def __init__(self, place: Path, wheel: Path, tools: Path) -> None:
+    class FakeEnvironment(matrix.Environment):
+        """Runs no program. Installing redis fails, and checks with a server need the extra `engine`."""
+
+        def __init__(self, folder: Path, wheel: Path, tools: Path) -> None:
             self.installed: list[str] = []
 
         def install(self, extras: Iterable[str], constraints: Iterable[str] = ()) -> None:
@@ -76,7 +78,7 @@ def test_a_failing_set_fails_the_matrix_after_the_other_sets_ran(
 
     wheel = tmp_path / "radixkv.whl"
     wheel.touch()
-    monkeypatch.setattr(matrix, "Environment", Fake)
+    monkeypatch.setattr(matrix, "Environment", FakeEnvironment)
     monkeypatch.setattr(matrix, "ROOT", tmp_path)
     monkeypatch.setattr(matrix, "build_wheel", lambda folder: wheel)
     monkeypatch.setattr(matrix, "check_wheel", lambda folder, wheel: None)
@@ -84,7 +86,7 @@ def test_a_failing_set_fails_the_matrix_after_the_other_sets_ran(
     assert matrix.main(["", "redis", "events"]) == 1
     out = capsys.readouterr().out
     assert "no such version" in out
-    plain, redis, events = out.splitlines()[-3:]
+    plain, redis, events = out.splitlines()[-3:]  # the rows of the table
     assert plain.endswith("ok: NONE []")
     assert redis.endswith("FAILED: pip install '.[redis]': exit status 1")
     assert events.endswith("ok: NONE ['events']; ok: ENGINE ['events']")

@@ -19,7 +19,7 @@ from radixkv.kernels.native.compiler import digest_of, library_name
 from radixkv.kernels.native.variants import VARIANTS
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("radixkv", "kernels", "service", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+PACKAGED = ("radixkv", "kernels", "service", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 LIBRARIES = {f"radixkv/kernels/native/{library_name(variant)}" for variant in VARIANTS}
 # A fake compiler: compiling writes the arguments to the output file, and linking concatenates the input files.
 COMPILER = """#!/bin/sh
@@ -33,7 +33,7 @@ case "$*" in
 esac
 """
 
-is_linux = pytest.mark.skipif(
+on_linux_x86_64 = pytest.mark.skipif(
     sysconfig.get_platform() != "linux-x86_64", reason="kernels are compiled for Linux on x86-64 only"
 )
 
@@ -48,12 +48,14 @@ def build(hook: str, source: Path, target: Path, environment: dict[str, str]) ->
     return target / result.stdout.splitlines()[-1]
 
 
-def clean_environment(**names: str) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX")} | names
+def clean_environment(**variables: str) -> dict[str, str]:
+    """Return the environment variables of this process without those that change a build, and with others."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX")} | variables
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of everything that these tests build."""
     return tmp_path_factory.mktemp("packages")
 
 
@@ -61,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkout(folder: Path) -> Path:
     """A copy of the files of the repository that are packaged."""
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
-    for name in PARTS:
+    for name in PACKAGED:
         source, target = ROOT / name, folder / "checkout" / name
         target.parent.mkdir(exist_ok=True)
         if source.is_dir():
@@ -73,6 +75,7 @@ def checkout(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def with_compiler(folder: Path) -> dict[str, str]:
+    """Environment variables with the fake compiler."""
     file = folder / "c++"
     file.write_text(COMPILER)
     file.chmod(0o755)
@@ -97,6 +100,7 @@ def wheel_of_sdist(checkout: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def editable(checkout: Path, folder: Path, with_compiler: dict[str, str]) -> Path:
+    """The wheel of an editable installation, `pip install -e .`, if there is a compiler."""
     return build("build_editable", checkout, folder / "editable", with_compiler)
 
 
@@ -108,6 +112,7 @@ def python(request: pytest.FixtureRequest, folder: Path) -> Path:
     (site_packages,) = environment.glob("lib/python*/site-packages")
     with zipfile.ZipFile(package) as archive:
         archive.extractall(site_packages)
+    # The dependencies are those of this interpreter.
     (site_packages / "needs.pth").write_text(sysconfig.get_path("purelib"))
     return environment / "bin" / "python"
 
@@ -124,7 +129,7 @@ def imports_of_the_readme() -> str:
 
 
 def output_of(python: Path | str, program: str, folder: Path) -> str:
-    """Run a program in a directory, which is the first entry of `sys.path`."""
+    """Return what a program prints. It runs in `folder`, which is then the first entry of `sys.path`."""
     result = subprocess.run(
         [python, "-c", program], cwd=folder, env=clean_environment(), check=True, stdout=subprocess.PIPE, text=True
     )
@@ -173,8 +178,8 @@ def test_type_checkers_find_the_types(python: Path, tmp_path: Path) -> None:
 
 def test_a_wheel_has_one_top_level_package(wheel: Path, wheel_of_sdist: Path) -> None:
     for each in (wheel, wheel_of_sdist):
-        tops = {name.partition("/")[0] for name in names_in(each)}
-        assert {top for top in tops if not top.endswith(".dist-info")} == {"radixkv"}
+        top_level_names = {name.partition("/")[0] for name in names_in(each)}
+        assert {name for name in top_level_names if not name.endswith(".dist-info")} == {"radixkv"}
 
 
 def test_a_wheel_of_an_sdist_has_the_same_files(wheel: Path, wheel_of_sdist: Path) -> None:
@@ -195,7 +200,7 @@ def test_the_description_has_no_links_to_files_of_the_checkout(wheel: Path) -> N
     assert [target for target in re.findall(r"\]\(([^)]*)\)", text) if not target.startswith("http")] == []
 
 
-@is_linux
+@on_linux_x86_64
 def test_a_wheel_contains_kernels_for_every_python_version(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
     assert names_in(wheel) >= LIBRARIES
@@ -205,7 +210,7 @@ def test_a_wheel_contains_kernels_for_every_python_version(wheel: Path) -> None:
         assert all(option in content.split() for option in variant.options)
 
 
-@is_linux
+@on_linux_x86_64
 def test_an_editable_installation_compiles_into_the_checkout(editable: Path, checkout: Path) -> None:
     assert {f"radixkv/kernels/native/{path.name}" for path in checkout.glob("kernels/native/*.so")} == LIBRARIES
 

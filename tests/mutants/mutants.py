@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """One way to break the core."""
+    """One way to break the project.
+
+    Attributes:
+        file: path of the file to break, inside radixkv/.
+        text: text that occurs exactly once in the file.
+        replacement: what takes the place of the text.
+    """
 
     file: str
     text: str

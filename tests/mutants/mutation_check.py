@@ -45,7 +45,7 @@ from tests.mutants.mutants import (
 )
 
 ROOT = Path(__file__).parents[2]
-_MAX_S = 120
+_TESTS_TIMEOUT_S = 120  # for the tests of one mutant
 CACHE_TESTS = (
     "tests/cache/test_block_pool.py",
     "tests/test_tokens.py",
@@ -243,17 +243,22 @@ INTEGRATION_TESTS = (
     "tests/integrations/test_transformers_tiers.py",
     "tests/integrations/test_transformers_cache.py",
 )
-TIERS_TESTS = tuple(
-    f"tests/integrations/tiers/test_{name}.py"
-    for name in (
-        *("rank_index", "kv_layers", "sized_stores", "byte_store"),
-        *("vllm_connector", "lmcache_adapter", "sglang_storage"),
-    )
+TIERS_TESTS = (
+    "tests/integrations/tiers/test_rank_index.py",
+    "tests/integrations/tiers/test_kv_layers.py",
+    "tests/integrations/tiers/test_sized_stores.py",
+    "tests/integrations/tiers/test_byte_store.py",
+    "tests/integrations/tiers/test_vllm_connector.py",
+    "tests/integrations/tiers/test_lmcache_adapter.py",
+    "tests/integrations/tiers/test_sglang_storage.py",
 )
 EVALUATION_TESTS = ("tests/integrations/test_evaluation.py",)
+# Groups of mutants, each with the tests that must fail for every one of them.
 CHECKS = (
-    *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
-    *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
+    (CACHE_MUTANTS, CACHE_TESTS),
+    (ENGINE_MUTANTS, ENGINE_TESTS),
+    (KERNEL_MUTANTS, KERNEL_TESTS),
+    (EVENT_MUTANTS, EVENT_TESTS),
     (EXPLAIN_MUTANTS, EXPLAIN_TESTS),
     (STATEMENT_MUTANTS, STATEMENT_TESTS),
     (DOCTOR_MUTANTS, DOCTOR_TESTS),
@@ -278,7 +283,7 @@ def path_of(mutant: Mutant) -> Path:
     return ROOT / "radixkv" / mutant.file
 
 
-def stale(mutant: Mutant) -> str | None:
+def why_stale(mutant: Mutant) -> str | None:
     """Return why a mutant no longer applies to the sources, or None if it does."""
     path = path_of(mutant)
     if not path.exists():
@@ -296,8 +301,12 @@ def stale(mutant: Mutant) -> str | None:
     return None
 
 
-def is_caught(mutant: Mutant, tests: tuple[str, ...]) -> bool:
-    """Whether the tests fail on a copy of the project with this mutant in it."""
+def run_mutant(mutant: Mutant, tests: tuple[str, ...]) -> bool:
+    """Run the tests on a copy of the project with this mutant in it.
+
+    Returns:
+        Whether the mutant is caught: the tests fail, or do not end in time.
+    """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in ("radixkv", "tests", "bench"):
@@ -309,11 +318,13 @@ def is_caught(mutant: Mutant, tests: tuple[str, ...]) -> bool:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
-            ended = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=_MAX_S, check=False)
+            result = subprocess.run(
+                command, cwd=copy, env=environment, capture_output=True, timeout=_TESTS_TIMEOUT_S, check=False
+            )
         except subprocess.TimeoutExpired:  # an endless loop, or a machine that is too busy
-            print(f"no end after {_MAX_S} s: ", end="")
+            print(f"the tests did not end within {_TESTS_TIMEOUT_S} s: ", end="")
             return True
-        return ended.returncode == 1  # tests ran and failed; anything else is a mistake of the check itself
+        return result.returncode == 1  # tests ran and failed; any other failure is a mistake of the check itself
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -322,11 +333,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stale", action="store_true", help="only list the mutants that no longer apply")
     parser.add_argument("files", nargs="*", metavar="FILE", help="beginnings of the files to break; default all")
     parsed = parser.parse_args(arguments)
-    files = tuple(parsed.files or [""])
+    prefixes = tuple(parsed.files or [""])  # all files begin with the empty prefix
     num_stale = 0
     for mutants, tests in CHECKS:
-        for mutant in (each for each in mutants if each.file.startswith(files)):
-            if reason := stale(mutant):
+        for mutant in (each for each in mutants if each.file.startswith(prefixes)):
+            if reason := why_stale(mutant):
                 num_stale += 1
                 print(f"STALE    {mutant.file}: {reason}: {mutant.text.strip()}", flush=True)
         for test in (each for each in tests if not (ROOT / each).exists()):
@@ -334,15 +345,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"STALE    {test}: the file of tests does not exist", flush=True)
     if parsed.stale:
         return 1 if num_stale else 0
-    survivors = total = 0
+    num_survivors = num_mutants = 0
     for mutants, tests in CHECKS:
-        for mutant in (each for each in mutants if each.file.startswith(files) and not stale(each)):
-            caught = is_caught(mutant, tests)
-            survivors += not caught
-            total += 1
-            print(f"{'caught  ' if caught else 'SURVIVED'} {mutant.file}: {mutant.text.strip()}", flush=True)
-    print(f"{total - survivors} of {total} mutants caught")
-    return 1 if survivors or num_stale or not total else 0
+        for mutant in (each for each in mutants if each.file.startswith(prefixes) and not why_stale(each)):
+            is_caught = run_mutant(mutant, tests)
+            num_survivors += not is_caught
+            num_mutants += 1
+            print(f"{'caught  ' if is_caught else 'SURVIVED'} {mutant.file}: {mutant.text.strip()}", flush=True)
+    print(f"{num_mutants - num_survivors} of {num_mutants} mutants caught")
+    return 1 if num_survivors or num_stale or not num_mutants else 0
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ def is_generated(name: str) -> bool:
 @cache
 def modules() -> dict[str, Path]:
     """Return the path of every module of the project by its import name. kernels/ and service/ belong to radixkv."""
-    found = {}
+    paths = {}
     for folder, package in {**_FOLDERS, "bench": "bench"}.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join([package, *(part for part in parts if part != "__init__")])] = path
-    return found
+            names = path.relative_to(ROOT / folder).with_suffix("").parts
+            paths[".".join([package, *(name for name in names if name != "__init__")])] = path
+    return paths
 
 
 def imports(source: str, package: str) -> Iterator[str]:
@@ -38,8 +38,11 @@ def imports(source: str, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
+            names = [node.module] if node.module else []
+            if node.level:  # a relative import: one dot is the package itself, and each further dot its parent
+                package_names = package.split(".")
+                names = [*package_names[: len(package_names) + 1 - node.level], *names]
+            base = ".".join(names)
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
@@ -62,13 +65,13 @@ def imported_modules(name: str) -> frozenset[str]:
 
 
 def reachable(names: set[str]) -> set[str]:
-    """Return the modules of the project that are loaded when these are imported, including their parent packages."""
-    seen: set[str] = set()
-    left = list(names)
-    while left:
-        name = left.pop()
-        if name in seen or name not in modules():
+    """Return all modules of the project that are loaded when `names` are imported, including parent packages."""
+    loaded: set[str] = set()
+    unvisited = list(names)
+    while unvisited:
+        name = unvisited.pop()
+        if name in loaded or name not in modules():
             continue
-        seen.add(name)
-        left += [name.rpartition(".")[0], *imported_modules(name)]
-    return seen
+        loaded.add(name)
+        unvisited += [name.rpartition(".")[0], *imported_modules(name)]
+    return loaded

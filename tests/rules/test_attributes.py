@@ -1,4 +1,4 @@
-"""An initializer sets each attribute once, so that two facts never share a name."""
+"""An initializer sets each attribute once, so that no attribute has two meanings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from .house import modules
 
 
-def set_twice(source: str) -> Iterator[str]:
+def attributes_set_twice(source: str) -> Iterator[str]:
     """Yield the attributes that an initializer sets more than once, outside of branches, as `Class.attribute`."""
     for definition in ast.walk(ast.parse(source)):
         if not isinstance(definition, ast.ClassDef):
@@ -30,8 +30,10 @@ def set_twice(source: str) -> Iterator[str]:
 
 
 def test_no_initializer_sets_an_attribute_twice() -> None:
-    wrong = {name: list(set_twice(path.read_text(encoding="utf-8"))) for name, path in modules().items()}
-    assert {name: attributes for name, attributes in wrong.items() if attributes} == {}
+    attributes_by_module = {
+        name: list(attributes_set_twice(path.read_text(encoding="utf-8"))) for name, path in modules().items()
+    }
+    assert {name: attributes for name, attributes in attributes_by_module.items() if attributes} == {}
 
 
 def test_an_attribute_that_is_set_twice_is_detected() -> None:
@@ -44,4 +46,4 @@ class Table:
             self.size = 1
         self.max_keys: int = 0
 """
-    assert list(set_twice(source)) == ["Table.max_keys"]
+    assert list(attributes_set_twice(source)) == ["Table.max_keys"]

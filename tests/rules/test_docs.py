@@ -34,11 +34,13 @@ DOCUMENTS = sorted(
     }
     - {Path("docs/LOG.md")}
 )
+# What the text between backticks may be: a path of the project; a class, a method or a call; a configuration key.
 SOURCE = re.compile(r"^(?:radixkv|kernels|service|bench|tests|docs|proto)/[\w./]+$")
-COMMAND = re.compile(r"python -m ((?:bench|tests)(?:\.[a-z_]\w*)+)")
-LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 NAME = re.compile(r"^([A-Z][a-z]+\w*)(?:\.(\w+))?(?:\(\))?$")
 KEY = re.compile(r"^(model|cache|engine|server|events|gateway|default_tenant|tenants\.NAME)\.(\w+)(?: = .+)?$")
+# Commands and links, anywhere in a document.
+COMMAND = re.compile(r"python -m ((?:bench|tests)(?:\.[a-z_]\w*)+)")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 SECTIONS = {
     "model": ModelConfig,
     "cache": CacheConfig,
@@ -49,7 +51,7 @@ SECTIONS = {
     "tenants.NAME": TenantConfig,
     "default_tenant": TenantConfig,
 }
-OUTSIDE = ("http://", "https://")
+WEB_PREFIXES = ("http://", "https://")
 
 
 def text_of(document: Path) -> str:
@@ -80,8 +82,8 @@ def missing(document: Path, text: str) -> list[str]:
     for quoted in re.findall(r"`([^`\n]+)`", text):
         path, _, test = quoted.partition("::")
         file = ROOT / path
-        is_there = not SOURCE.match(path) or file.exists()
-        if not is_there or (test and f"def {test}(" not in file.read_text(encoding="utf-8")):
+        is_missing = SOURCE.match(path) is not None and not file.exists()
+        if is_missing or (test and f"def {test}(" not in file.read_text(encoding="utf-8")):
             wrong.append(quoted)
     for module in COMMAND.findall(text):
         path = ROOT / module.replace(".", "/")
@@ -89,7 +91,7 @@ def missing(document: Path, text: str) -> list[str]:
             wrong.append(module)
     for link, anchor in LINK.findall(text):
         target = (ROOT / document).parent / link if link else ROOT / document
-        if link.startswith(OUTSIDE):
+        if link.startswith(WEB_PREFIXES):
             continue
         if not target.exists() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
             wrong.append(f"{link}#{anchor}" if anchor else link)
@@ -110,7 +112,7 @@ def test_names_and_links_in_a_document_exist(document: Path) -> None:
 def test_the_readme_lists_all_extras() -> None:
     extras = tomllib.loads(text_of(Path("pyproject.toml")))["project"]["optional-dependencies"]
     named = {name for names in re.findall(r"'\.\[([\w,]+)\]'", text_of(Path("README.md"))) for name in names.split(",")}
-    assert named == set(extras) - {"dev"}  # included in `all`
+    assert named == set(extras) - {"dev"}  # `all` includes `dev`
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from .house import modules
 MODULES = [name for name, path in modules().items() if ">>>" in path.read_text(encoding="utf-8")]
 
 
-def test_examples_are_found_in_all_packages() -> None:
+def test_examples_of_the_cache_and_of_the_service_are_found() -> None:
     assert {"radixkv.cache.prefix_cache", "radixkv.service.token_ids"} <= set(MODULES)
 
 

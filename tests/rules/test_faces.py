@@ -25,8 +25,8 @@ def docstring(name: str) -> str:
 
 def public_api(package: str) -> set[str] | None:
     """Return the names that the docstring of a package lists as its public API; None if there is no list."""
-    found = re.search(r"^(?:Public API|Face):(.*)", docstring(package), re.MULTILINE | re.DOTALL)
-    return None if found is None else set(re.findall(r"`(\w+)`", found[1]))
+    section = re.search(r"^Public API:(.*)", docstring(package), re.MULTILINE | re.DOTALL)
+    return None if section is None else set(re.findall(r"`(\w+)`", section[1]))
 
 
 def defined_in(package: str) -> set[str]:
@@ -36,8 +36,8 @@ def defined_in(package: str) -> set[str]:
         for name, path in modules().items()
         if name.rpartition(".")[0] == package
     ]
-    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return {node.name for tree in trees for node in tree.body if isinstance(node, kinds)}
+    definitions = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name for tree in trees for node in tree.body if isinstance(node, definitions)}
 
 
 def test_the_exported_names_of_the_client_are_stable() -> None:
@@ -80,8 +80,8 @@ def test_the_exported_names_of_the_client_are_stable() -> None:
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_package_has_a_description(name: str) -> None:
-    first = docstring(name).partition("\n")[0]
-    assert re.fullmatch(r"[A-Z].{20,}\.", first), first
+    first_line = docstring(name).partition("\n")[0]
+    assert re.fullmatch(r"[A-Z].{20,}\.", first_line), first_line
 
 
 @pytest.mark.parametrize("name", [name for name in PACKAGES if public_api(name) is not None])

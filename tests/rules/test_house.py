@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "integrations.tiers": "kernels offload startup",
     "kernels": "",
 }
+# What every package except kernels may import.
 COMMON = (
     "errors",
     "config",
@@ -49,7 +50,7 @@ COMMON = (
     "tokens",
     "blocks",
     "durable_file",
-)  # what every package except kernels may import
+)
 WITHOUT_TORCH = (
     "api",
     "cache",
@@ -66,44 +67,57 @@ WITHOUT_TORCH = (
     "offload.block_keys",
     "offload.load_or_compute",
 )
-NEED_EXTRAS = ("radixkv.offload.tiers.redis", "radixkv.offload.tiers.mooncake")  # import packages of extras
+# Modules that import packages of extras.
+NEED_EXTRAS = ("radixkv.offload.tiers.redis", "radixkv.offload.tiers.mooncake")
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy", "radixkv"} | sys.stdlib_module_names
 TORCH = {"torch", "triton", "transformers", "safetensors", "peft"}
 WIRE = {"grpc", "grpc_health", "grpc_reflection", "google"}
 
 
-def package(name: str) -> str:
+def table_key(name: str) -> str:
     """Return the key of the table for a module of radixkv/: the sub-package that has a line of its own, or the package.
 
-    >>> package("radixkv.offload.index.tier_index"), package("radixkv.offload.saver"), package("radixkv")
+    >>> table_key("radixkv.offload.index.tier_index"), table_key("radixkv.offload.saver"), table_key("radixkv")
     ('offload.index', 'offload', '')
     """
-    parts = name.split(".")[1:]
-    return next((each for each in (".".join(parts[:2]), *parts[:1]) if each in MAY_IMPORT), "".join(parts[:1]))
+    names = name.split(".")[1:]
+    sub_package = ".".join(names[:2])
+    if sub_package in MAY_IMPORT:
+        return sub_package
+    return names[0] if names else ""
 
 
-PACKAGES = sorted({package(name) for name in modules() if name.count(".") and name.startswith("radixkv.")})
+PACKAGES = sorted({table_key(name) for name in modules() if name.count(".") and name.startswith("radixkv.")})
 
 
 def violations(name: str, imported: set[str]) -> list[str]:
-    """Return the forbidden imports of a module, given by its import name."""
-    tops = {each.partition(".")[0] for each in imported}
-    packages = {package(each) for each in imported if each.startswith("radixkv.")}
+    """Return the forbidden imports of a module.
+
+    Args:
+        name: import name of the module.
+        imported: all names that it imports.
+    """
     if name.partition(".")[0] == "bench":
         return []
-    wrong = tops & {"tests", "bench", "kernels", "service"}
-    own = package(name)
-    if own in ("service", "__main__") or is_generated(name):
-        return sorted(wrong)
-    wrong |= tops & WIRE
-    if own == "kernels":
-        wrong |= tops - KERNELS_MAY_IMPORT
-        return sorted(wrong | {each for each in imported if each.startswith("radixkv.") and "kernels" not in each})
+    top_level_names = {each.partition(".")[0] for each in imported}
+    forbidden = top_level_names & {"tests", "bench", "kernels", "service"}
+    own_package = table_key(name)
+    if own_package in ("service", "__main__") or is_generated(name):
+        return sorted(forbidden)
+    forbidden |= top_level_names & WIRE
+
+    if own_package == "kernels":
+        forbidden |= top_level_names - KERNELS_MAY_IMPORT
+        forbidden |= {each for each in imported if each.startswith("radixkv.") and "kernels" not in each}
+        return sorted(forbidden)
+
     allowed = set(COMMON)
-    if own and own not in COMMON:
-        allowed |= {own, *MAY_IMPORT.get(own, "").split()}
+    if own_package and own_package not in COMMON:
+        allowed |= {own_package, *MAY_IMPORT.get(own_package, "").split()}
+        # A package that is allowed as a whole includes its sub-packages with a line of their own.
         allowed |= {each for each in MAY_IMPORT if each.partition(".")[0] in allowed}
-    return sorted(wrong | (packages & set(PACKAGES)) - allowed)
+    imported_packages = {table_key(each) for each in imported if each.startswith("radixkv.")}
+    return sorted(forbidden | (imported_packages & set(PACKAGES)) - allowed)
 
 
 def cycle_in(graph: Mapping[str, Set[str]]) -> list[str]:
@@ -117,8 +131,8 @@ def cycle_in(graph: Mapping[str, Set[str]]) -> list[str]:
 
 
 def test_modules_import_only_what_their_package_may() -> None:
-    wrong = {name: violations(name, set(imported_names(name))) for name in modules()}
-    assert {name: imported for name, imported in wrong.items() if imported} == {}
+    violations_by_module = {name: violations(name, set(imported_names(name))) for name in modules()}
+    assert {name: imported for name, imported in violations_by_module.items() if imported} == {}
 
 
 def test_modules_have_no_import_cycle() -> None:
@@ -141,10 +155,13 @@ def test_a_package_may_import_only_packages_that_the_design_draws_below_it() -> 
     assert {*re.findall(r"\w+", common)} == {*COMMON}
     names_by_row = [re.findall(r"[\w/]+", line) for line in diagram.splitlines()]
     rows = {name.replace("/", "."): row for row, names in enumerate(names_by_row) for name in names}
+    # A sub-package that the diagram does not name is drawn as a part of its package.
     drawn = {name: name if name in rows else name.partition(".")[0] for name in MAY_IMPORT}
     assert {*drawn.values()} == {*rows}
-    edges = [(drawn[name], drawn[each]) for name, allowed in MAY_IMPORT.items() for each in allowed.split()]
-    assert [(name, each) for name, each in edges if name != each and rows[name] >= rows[each]] == []
+    edges = [
+        (drawn[importer], drawn[imported]) for importer, allowed in MAY_IMPORT.items() for imported in allowed.split()
+    ]
+    assert [(above, below) for above, below in edges if above != below and rows[above] >= rows[below]] == []
 
 
 def test_every_package_is_in_the_table() -> None:
@@ -154,19 +171,19 @@ def test_every_package_is_in_the_table() -> None:
 def test_only_the_gateway_imports_its_messages() -> None:
     """A process with another copy of these protobuf messages must be able to import everything else.
 
-    The fuzzer runs in a process of its own.
+    The fuzzer may import them, because it runs in a process of its own.
     """
-    users = {name for name in modules() if any(each.startswith("radixkv.gateway") for each in imported_names(name))}
+    importers = {name for name in modules() if any(each.startswith("radixkv.gateway") for each in imported_names(name))}
     allowed = ("radixkv.gateway.", "radixkv.service.server.gateway.", "bench.hostile.fuzz.")
-    assert users
-    assert {name for name in users if not name.startswith(allowed)} == set()
+    assert importers
+    assert {name for name in importers if not name.startswith(allowed)} == set()
 
 
 @pytest.mark.parametrize("package", WITHOUT_TORCH)
 def test_torch_free_packages_do_not_reach_torch(package: str) -> None:
     names = {name for name in modules() if name.startswith(f"radixkv.{package}")}
-    tops = {each.partition(".")[0] for name in reachable(names) for each in imported_names(name)}
-    assert tops & (TORCH | WIRE) == set()
+    top_level_names = {each.partition(".")[0] for name in reachable(names) for each in imported_names(name)}
+    assert top_level_names & (TORCH | WIRE) == set()
 
 
 def test_torch_free_packages_can_be_imported_without_torch() -> None:
@@ -213,10 +230,10 @@ def test_forbidden_imports_are_detected(name: str, source: str, wrong: list[str]
 
 
 def test_no_two_public_classes_have_one_name() -> None:
-    files: dict[str, set[str]] = {}
+    paths_by_class: dict[str, set[str]] = {}
     for name, path in modules().items():
         if name.startswith("radixkv.") and not is_generated(name):
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    files.setdefault(node.name, set()).add(str(path.resolve().relative_to(ROOT)))
-    assert {name: sorted(where) for name, where in files.items() if len(where) > 1} == {}
+                    paths_by_class.setdefault(node.name, set()).add(str(path.resolve().relative_to(ROOT)))
+    assert {name: sorted(paths) for name, paths in paths_by_class.items() if len(paths) > 1} == {}

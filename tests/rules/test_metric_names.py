@@ -23,7 +23,7 @@ from tests.telemetry.test_metrics import ended_request
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
 
-# Name: type and labels.
+# The type and the labels of each metric, by its name.
 NAMES = {
     "radixkv_up": ("gauge", ()),
     "radixkv_adapters": ("gauge", ("state",)),
@@ -108,12 +108,17 @@ PROCESS_NAMES = {
 OUR_NAMES = NAMES | ALIASES
 ALL_NAMES = OUR_NAMES | PROCESS_NAMES
 
-# What is appended to the name of a metric to form the names of its samples.
+# Suffixes of the samples of a histogram.
 HISTOGRAM = ("_bucket", "_sum", "_count")
+# Suffix of the sample that stands for a metric of each type, after the name of its family.
 _SUFFIXES = {"counter": "_total", "info": "_info", "gauge": "", "histogram": "_count"}
 
 
-def served(*, is_alive: bool = True) -> CollectorRegistry:
+def served_registry(*, is_alive: bool = True) -> CollectorRegistry:
+    """Return the metrics of a server, with a sample of each.
+
+    With `is_alive` false, its engine does not answer, so that some metrics are missing.
+    """
     metrics = Metrics()
     engine = FakeEngine()
     engine.is_alive = is_alive
@@ -128,7 +133,8 @@ def served(*, is_alive: bool = True) -> CollectorRegistry:
     return metrics.registry
 
 
-def names_of(registry: CollectorRegistry) -> dict[str, tuple[str, tuple[str, ...]]]:
+def types_and_labels(registry: CollectorRegistry) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Return the type and the labels of each metric, by its name."""
     return {
         sample.name.removesuffix("_count"): (family.type, tuple(sorted(sample.labels)))
         for family in registry.collect()
@@ -137,16 +143,18 @@ def names_of(registry: CollectorRegistry) -> dict[str, tuple[str, tuple[str, ...
     }
 
 
-def created_of(name: str) -> str:
+def creation_time_of(name: str) -> str:
+    """Return the name of the gauge with the creation time of a metric."""
     return f"{name.removesuffix('_total')}_created"
 
 
-def created_in_a_scrape() -> set[str]:
-    return set(re.findall(r"^# TYPE (\w+_created) gauge", generate_latest(served()).decode(), re.MULTILINE))
+def creation_times_in_a_scrape() -> set[str]:
+    """Return the names of all gauges with creation times."""
+    return set(re.findall(r"^# TYPE (\w+_created) gauge", generate_latest(served_registry()).decode(), re.MULTILINE))
 
 
 def listed_below(headings: list[str]) -> set[str]:
-    """Names in the tables of some sections of the document."""
+    """Return the names of metrics in the tables of some sections of the document."""
     sections = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", DOCUMENT.read_text(), re.MULTILINE))
     return {name for each in headings for name in re.findall(r"^\| `([\w:]+)` ", sections[each], re.MULTILINE)}
 
@@ -157,48 +165,49 @@ def sections_of(enumeration: str) -> list[str]:
 
 
 def test_no_name_changed() -> None:
-    names = names_of(served())
-    assert names == (ALL_NAMES if sys.platform == "linux" else OUR_NAMES)
+    assert types_and_labels(served_registry()) == (ALL_NAMES if sys.platform == "linux" else OUR_NAMES)
 
 
-def test_a_scrape_has_no_other_metrics_than_these_and_their_creation_times() -> None:
-    families = set(re.findall(r"^# TYPE ([\w:]+)", generate_latest(served()).decode(), re.MULTILINE))
-    created = {created_of(name) for name, (kind, _) in NAMES.items() if kind != "gauge"}
+def test_a_scrape_has_only_the_listed_metrics_and_their_creation_times() -> None:
+    families = set(re.findall(r"^# TYPE ([\w:]+)", generate_latest(served_registry()).decode(), re.MULTILINE))
+    created = {creation_time_of(name) for name, (kind, _) in NAMES.items() if kind != "gauge"}
     assert families - created <= set(ALL_NAMES)
-    assert families & created, "the document describes them"
+    assert families & created, "the document describes creation times, but a scrape has none"
 
 
 @pytest.mark.parametrize("name", OUR_NAMES)
 def test_a_scrape_can_select_a_metric_by_name(name: str) -> None:
     kind, _ = OUR_NAMES[name]
-    selected = served().restricted_registry([name])
-    found = {sample.name for family in selected.collect() for sample in family.samples}
-    assert found == ({f"{name}{suffix}" for suffix in HISTOGRAM} if kind == "histogram" else {name})
+    selected = served_registry().restricted_registry([name])
+    samples = {sample.name for family in selected.collect() for sample in family.samples}
+    assert samples == ({f"{name}{suffix}" for suffix in HISTOGRAM} if kind == "histogram" else {name})
 
 
-def test_the_document_lists_exactly_these() -> None:
+def test_the_document_lists_exactly_the_metrics_of_a_server() -> None:
     rows = re.findall(
         r"^\| `((?:radixkv_|process_|vllm:)\w+)` \| (\w+) \|([^|]*)\| [^|]+ \|$", DOCUMENT.read_text(), re.MULTILINE
     )
     documented = {name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels in rows}
     assert documented == ALL_NAMES
-    assert len(rows) == len(ALL_NAMES)
+    assert len(rows) == len(ALL_NAMES), "the document lists a metric twice"
 
 
 def test_the_document_says_what_is_missing_while_the_engine_does_not_answer() -> None:
     row = r"^\| `radixkv_up` .*the metrics in the sections (.*) are missing, except `(.*)` \|$"
     ((sections, exception),) = re.findall(row, DOCUMENT.read_text(), re.MULTILINE)
     listed = listed_below(sections_of(sections))
-    assert names_of(served()).keys() - names_of(served(is_alive=False)).keys() == listed - {exception}
+    missing = types_and_labels(served_registry()).keys() - types_and_labels(served_registry(is_alive=False)).keys()
+    assert missing == listed - {exception}
 
 
 def test_the_document_says_which_metrics_have_a_creation_time() -> None:
     text = " ".join(DOCUMENT.read_text().split())
     sentence = r"The counters in the sections (.*?) have no creation time, except `(\w+)`\."
     ((sections, exception),) = re.findall(sentence, text)
-    without = listed_below(sections_of(sections)) - {exception}
-    counted = {name for name, (kind, _) in NAMES.items() if kind in ("counter", "histogram")}
-    assert created_in_a_scrape() == {created_of(name) for name in counted - without}
+    without_creation_time = listed_below(sections_of(sections)) - {exception}
+    counters_and_histograms = {name for name, (kind, _) in NAMES.items() if kind in ("counter", "histogram")}
+    with_creation_time = counters_and_histograms - without_creation_time
+    assert creation_times_in_a_scrape() == {creation_time_of(name) for name in with_creation_time}
 
 
 def test_the_document_gives_the_maximum_number_of_tenants() -> None:
@@ -208,4 +217,4 @@ def test_the_document_gives_the_maximum_number_of_tenants() -> None:
 def test_the_queries_in_the_document_use_existing_metrics() -> None:
     used = set(re.findall(r"\bradixkv_\w+", DOCUMENT.read_text()))
     series = {f"{name}{suffix}" for name in NAMES for suffix in ("", *HISTOGRAM)}
-    assert used <= series | created_in_a_scrape()
+    assert used <= series | creation_times_in_a_scrape()

@@ -19,21 +19,24 @@ def violations(source: str) -> Iterator[str]:
             yield ast.unparse(node)
         if not isinstance(node, ast.Call):
             continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        waits = [keyword.value for keyword in node.keywords if keyword.arg == "timeout"]
-        waits += node.args[:1] if name == "result" else []
-        if name in STOPWATCHES or any(isinstance(wait, ast.Constant) and is_short(wait.value) for wait in waits):
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        timeouts = [keyword.value for keyword in node.keywords if keyword.arg == "timeout"]
+        if method == "result":  # Future.result(timeout)
+            timeouts += node.args[:1]
+        constants = [timeout.value for timeout in timeouts if isinstance(timeout, ast.Constant)]
+        if method in STOPWATCHES or any(is_short(seconds) for seconds in constants):
             yield ast.unparse(node)
 
 
 def is_short(seconds: object) -> bool:
-    """Whether a timeout is too short. 0 does not wait, and is allowed."""
+    """Whether a timeout is too short. A timeout of 0 is allowed, because a call with it does not wait."""
     return isinstance(seconds, int | float) and 0 < seconds < MIN_TIMEOUT_S
 
 
 def test_tests_measure_no_times_and_have_long_timeouts() -> None:
-    found = {str(path.relative_to(ROOT)): list(violations(path.read_text(encoding="utf-8"))) for path in TESTS}
-    assert {path: lines for path, lines in found.items() if lines} == {}
+    assert TESTS
+    calls_by_path = {str(path.relative_to(ROOT)): list(violations(path.read_text(encoding="utf-8"))) for path in TESTS}
+    assert {path: calls for path, calls in calls_by_path.items() if calls} == {}
 
 
 def test_stopwatches_and_short_timeouts_are_detected() -> None:

@@ -28,26 +28,22 @@ def wire_lines() -> list[str]:
 
 
 def lines_of_file(file: FileDescriptor) -> Iterator[str]:
+    """Yield the lines of one .proto file."""
     for message in file.message_types_by_name.values():
         yield from _lines_of_message(message)
     for enum in file.enum_types_by_name.values():
         yield from _lines_of_enum(enum)
     for service in file.services_by_name.values():
         for method in service.methods:
-            request, response = (
-                f"{'stream ' if is_stream else ''}{kind.full_name}"
-                for kind, is_stream in (
-                    (method.input_type, method.client_streaming),
-                    (method.output_type, method.server_streaming),
-                )
-            )
+            request = f"{'stream ' if method.client_streaming else ''}{method.input_type.full_name}"
+            response = f"{'stream ' if method.server_streaming else ''}{method.output_type.full_name}"
             yield f"rpc {method.full_name}: {request} -> {response}"
 
 
 def _lines_of_message(message: Descriptor) -> Iterator[str]:
     yield f"message {message.full_name}"
     for field in message.fields:
-        yield f"field {message.full_name}.{field.name} = {field.number}: {_kind(field)}"
+        yield f"field {message.full_name}.{field.name} = {field.number}: {_type_of(field)}"
     for inner in message.nested_types:
         yield from _lines_of_message(inner)
     for enum in message.enum_types:
@@ -59,19 +55,19 @@ def _lines_of_enum(enum: EnumDescriptor) -> Iterator[str]:
         yield f"value {enum.full_name}.{value.name} = {value.number}"
 
 
-def _kind(field: FieldDescriptor) -> str:
+def _type_of(field: FieldDescriptor) -> str:
     """Return the type of a field, with its cardinality, oneof and presence."""
-    group = field.containing_oneof
+    oneof = field.containing_oneof
     if field.is_repeated:
         label = "repeated " if not field.is_packed else "packed "
-    elif group is not None and not group.name.startswith("_"):
-        label = f"oneof {group.name} "
+    elif oneof is not None and not oneof.name.startswith("_"):  # protoc makes a oneof `_name` for each optional field
+        label = f"oneof {oneof.name} "
     elif field.message_type is None and field.has_presence:
         label = "optional "
     else:
         label = ""
-    named = field.message_type or field.enum_type
-    return label + (_TYPES[field.type] if named is None else named.full_name)
+    named_type = field.message_type or field.enum_type
+    return label + (_TYPES[field.type] if named_type is None else named_type.full_name)
 
 
 if __name__ == "__main__":

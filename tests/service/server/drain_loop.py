@@ -29,9 +29,11 @@ from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 
 _OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
-_MAX_BEFORE_S = 0.4
+# How long a server is called before it drains: random between these.
+_MIN_LOAD_S, _MAX_LOAD_S = 0.1, 0.4
 _PAUSE_S = 0.001  # after a refusal, so that callers without a server do not use all processor time
 
+# Numbers of calls by method, status and details.
 Statuses = Counter[tuple[str, str, str]]
 
 
@@ -59,7 +61,7 @@ _CALLS = {"Prefill": _prefill, "Generate": _generate, "Stats": _stats, "ListSegm
 
 
 async def call_until(is_over: asyncio.Event, address: str, num_connections: int) -> Statuses:
-    """Call a server until `is_over`. Returns how many calls of each method had which status and details."""
+    """Call a server until `is_over` is set, and return the statuses of all calls."""
     statuses: Statuses = Counter()
 
     async def call(name: str, channel: grpc.aio.Channel) -> None:
@@ -70,11 +72,11 @@ async def call_until(is_over: asyncio.Event, address: str, num_connections: int)
             statuses[name, error.code().name, (error.details() or "").replace(address, "ADDRESS")] += 1
             await asyncio.sleep(_PAUSE_S)
 
-    async def over_one(name: str, channel: grpc.aio.Channel) -> None:
+    async def call_over_one_connection(name: str, channel: grpc.aio.Channel) -> None:
         while not is_over.is_set():
             await call(name, channel)
 
-    async def over_new(name: str) -> None:
+    async def call_over_new_connections(name: str) -> None:
         while not is_over.is_set():
             async with grpc.aio.insecure_channel(address, options=_OWN_CONNECTION) as channel:
                 await call(name, channel)
@@ -84,15 +86,15 @@ async def call_until(is_over: asyncio.Event, address: str, num_connections: int)
             await stack.enter_async_context(grpc.aio.insecure_channel(address, options=_OWN_CONNECTION))
             for _ in range(num_connections)
         ]
-        callers = [over_one(name, channel) for name, channel in itertools.product(_CALLS, channels)]
-        await asyncio.gather(*callers, *(over_new(name) for name in _CALLS))
+        callers = [call_over_one_connection(name, channel) for name, channel in itertools.product(_CALLS, channels)]
+        await asyncio.gather(*callers, *(call_over_new_connections(name) for name in _CALLS))
     return statuses
 
 
-def _call(pipe: Connection, num_connections: int) -> None:
-    """Call each server whose address comes through the pipe until the next message, and send back the statuses."""
+def _call_servers(pipe: Connection, num_connections: int) -> None:
+    """Receive the address of a server, call it until the next message arrives, and send the statuses; then repeat."""
 
-    async def call_one(address: str) -> Statuses:
+    async def call_server(address: str) -> Statuses:
         is_over = asyncio.Event()
         calling = asyncio.create_task(call_until(is_over, address, num_connections))
         await asyncio.to_thread(pipe.recv)
@@ -100,13 +102,14 @@ def _call(pipe: Connection, num_connections: int) -> None:
         return await calling
 
     while True:
-        pipe.send(asyncio.run(call_one(pipe.recv())))
+        pipe.send(asyncio.run(call_server(pipe.recv())))
 
 
-async def _drain_once(pipe: Connection, before_s: float) -> Statuses:
+async def _drain_once(pipe: Connection, load_s: float) -> Statuses:
+    """Serve for some seconds, drain, and return the statuses of all calls. The pipe leads to the calling process."""
     server = Server(FakeEngine(), ServerConfig(port=0))
     pipe.send(await server.start())
-    await asyncio.sleep(before_s)
+    await asyncio.sleep(load_s)
     await server.drain()
     pipe.send("stop")
     statuses: Statuses = await asyncio.to_thread(pipe.recv)
@@ -120,25 +123,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--connections", type=int, default=8, help="connections that are kept, each with four callers")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    random_ = random.Random(options.seed)
+    rng = random.Random(options.seed)
     context = multiprocessing.get_context("spawn")
     pipe, far_pipe = context.Pipe()
-    callers = context.Process(target=_call, args=(far_pipe, options.connections))
+    callers = context.Process(target=_call_servers, args=(far_pipe, options.connections))
     callers.start()
     statuses: Statuses = Counter()
-    num_bad = 0
+    num_bad_drains = 0
     try:
         for _ in range(options.drains):
-            of_drain = asyncio.run(_drain_once(pipe, random_.uniform(0.1, _MAX_BEFORE_S)))
-            num_bad += any(code not in ("OK", "UNAVAILABLE") for _, code, _ in of_drain)
-            statuses += of_drain
+            drain_statuses = asyncio.run(_drain_once(pipe, rng.uniform(_MIN_LOAD_S, _MAX_LOAD_S)))
+            num_bad_drains += any(code not in ("OK", "UNAVAILABLE") for _, code, _ in drain_statuses)
+            statuses += drain_statuses
     finally:
         callers.terminate()
         callers.join()
-    for (name, code, details), number in sorted(statuses.items()):
-        print(f"{number:8} {name:14}{code:14}{details}")
-    print(f"{num_bad} of {options.drains} drains had other statuses than OK and UNAVAILABLE")
-    return int(num_bad > 0)
+    for (name, code, details), num_calls in sorted(statuses.items()):
+        print(f"{num_calls:8} {name:14}{code:14}{details}")
+    print(f"{num_bad_drains} of {options.drains} drains had other statuses than OK and UNAVAILABLE")
+    return int(num_bad_drains > 0)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,11 @@ async def echo(request: bytes, _: object) -> bytes:
 
 
 async def call_broken_path(address: str, path: str) -> None:
-    """Call a method whose path has these bytes, and wait for an answer of any kind."""
+    """Call a method whose path has these bytes, one per character, and disconnect after a moment."""
     connection = await RawConnection.open(address)
-    header = block("~" * len(path)).replace(b"~" * len(path), path.encode("latin-1"))
-    connection.write(frame(HEADERS, END_STREAM | END_HEADERS, 1, header))
+    placeholder = "~" * len(path)  # of the same length, because the length is a part of the header block
+    header_block = block(placeholder).replace(placeholder.encode(), path.encode("latin-1"))
+    connection.write(frame(HEADERS, END_STREAM | END_HEADERS, 1, header_block))
     await asyncio.sleep(0.1)  # the bytes arrive before the connection ends
     connection.close()
 
@@ -63,7 +64,7 @@ def test_a_running_call_survives_broken_paths() -> None:
             await release.wait()
             return request
 
-        server, address = await started({"Wait": wait})
+        server, address = await start_server({"Wait": wait})
         async with grpc.aio.insecure_channel(address) as channel:
             call = channel.unary_unary("/test.Echo/Wait")(b"kept")
             await asyncio.wait_for(entered.wait(), PATIENCE_S)
@@ -80,7 +81,7 @@ def test_a_running_call_survives_broken_paths() -> None:
 @pytest.mark.parametrize("path", ["/test.Echo/Other", "/other.Service/Echo", "/", "/test.Echo/\u00e9"])
 def test_a_method_that_does_not_exist_is_unimplemented(path: str) -> None:
     async def run() -> grpc.StatusCode:
-        server, address = await started({"Echo": echo})
+        server, address = await start_server({"Echo": echo})
         async with grpc.aio.insecure_channel(address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await channel.unary_unary(path)(b"", timeout=PATIENCE_S)
@@ -98,13 +99,13 @@ def test_calls_beyond_the_limit_are_refused_until_others_end() -> None:
             await release.wait()
             return request
 
-        server, address = await started({"Wait": wait, "Echo": echo}, max_concurrent_calls=2)
+        server, address = await start_server({"Wait": wait, "Echo": echo}, max_concurrent_calls=2)
         async with grpc.aio.insecure_channel(address) as channel:
             calls = [channel.unary_unary("/test.Echo/Wait")(b"") for _ in range(5)]
             refused = await asyncio.wait_for(first_codes(calls, 3), PATIENCE_S)
             release.set()
             await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), PATIENCE_S)
-            assert await channel.unary_unary("/test.Echo/Echo")(b"room", timeout=PATIENCE_S) == b"room"
+            assert await channel.unary_unary("/test.Echo/Echo")(b"later", timeout=PATIENCE_S) == b"later"
         await server.stop(None)
         return refused
 
@@ -130,18 +131,18 @@ def test_methods_of_all_services_are_served(path: str, message: bytes) -> None:
 
 def test_a_connection_that_begins_calls_only_to_reset_them_is_closed(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> tuple[str, bytes]:
-        server, address = await started({"Echo": echo})
+        server, address = await start_server({"Echo": echo})
         async with grpc.aio.insecure_channel(address) as channel:
             honest = channel.unary_unary("/test.Echo/Echo")
             assert await honest(b"before", timeout=PATIENCE_S) == b"before"
             connection = await RawConnection.open(address, 65_535)
             for _ in range(2 * MAX_RESETS):
                 connection.reset(connection.call("/test.Echo/Echo", None))
-            end = await connection.read_status(PATIENCE_S)
+            status = await connection.read_status(PATIENCE_S)
             connection.close()
             answer: bytes = await honest(b"after", timeout=PATIENCE_S)
         await server.stop(None)
-        return end, answer
+        return status, answer
 
     assert asyncio.run(run()) == ("closed", b"after")
     assert caplog.text.count("which begins calls only to reset them") == 1
@@ -154,7 +155,7 @@ def test_floods_on_many_connections_are_logged_once_per_second(
     monkeypatch.setattr(accept_loop, "_LOG_PERIOD_S", PATIENCE_S)
 
     async def run() -> None:
-        server, address = await started({"Echo": echo})
+        server, address = await start_server({"Echo": echo})
         for _ in range(num_floods):
             connection = await RawConnection.open(address, 65_535)
             for _ in range(2 * MAX_RESETS):
@@ -176,7 +177,7 @@ def test_a_connection_that_cancels_half_of_its_calls_stays_open(caplog: pytest.L
             await asyncio.Future()
             return request
 
-        server, address = await started({"Echo": echo, "Wait": wait})
+        server, address = await start_server({"Echo": echo, "Wait": wait})
         async with grpc.aio.insecure_channel(address) as channel:
             for _ in range(MAX_RESETS + 10):
                 assert await channel.unary_unary("/test.Echo/Echo")(b"x", timeout=PATIENCE_S) == b"x"
@@ -197,7 +198,7 @@ def test_an_unknown_version_of_grpcio_serves_with_a_warning(
     monkeypatch.setattr(accept_loop, "_CYGRPC_NAMES", ("_not_in_grpcio",))
 
     async def run() -> bytes:
-        server, address = await started({"Echo": echo})
+        server, address = await start_server({"Echo": echo})
         async with grpc.aio.insecure_channel(address) as channel:
             answer: bytes = await channel.unary_unary("/test.Echo/Echo")(b"x", timeout=PATIENCE_S)
         await server.stop(None)
@@ -208,8 +209,8 @@ def test_an_unknown_version_of_grpcio_serves_with_a_warning(
     assert "a call whose path is not UTF-8 may shut the server down" in caplog.text
 
 
-async def started(methods: dict[str, Handler], max_concurrent_calls: int = 100) -> tuple[grpc.aio.Server, str]:
-    """Return a server of these methods of `test.Echo`, and its address."""
+async def start_server(methods: dict[str, Handler], max_concurrent_calls: int = 100) -> tuple[grpc.aio.Server, str]:
+    """Start a server with these methods of the service `test.Echo`; return it with its address."""
     server = make_server([], max_concurrent_calls)
     add_handlers(
         server, "test.Echo", {name: grpc.unary_unary_rpc_method_handler(each) for name, each in methods.items()}

@@ -11,7 +11,7 @@ from tests.service.serving import refusal_of, serving
 
 
 class Call:
-    """A call whose task runs until `end`."""
+    """A call in flight, with a task of its own, until `end` is called."""
 
     def __init__(self, calls):
         self._is_over = asyncio.Event()
@@ -29,7 +29,7 @@ def calls():
     return InFlightCalls()
 
 
-async def begun(calls):
+async def begin_call(calls):
     call = Call(calls)
     await asyncio.sleep(0)
     return call
@@ -37,33 +37,33 @@ async def begun(calls):
 
 def test_calls_in_flight_are_waited_for(calls):
     async def run():
-        first, second = await begun(calls), await begun(calls)
-        finish = asyncio.create_task(calls.wait_for_end(60))
+        first, second = await begin_call(calls), await begin_call(calls)
+        waiting = asyncio.create_task(calls.wait_for_end(60))
         first.end()
         for _ in range(5):
             await asyncio.sleep(0)
-        was_waiting = not finish.done()
+        was_waiting = not waiting.done()
         second.end()
-        return was_waiting, await asyncio.wait_for(finish, PATIENCE_S)
+        return was_waiting, await asyncio.wait_for(waiting, PATIENCE_S)
 
     assert asyncio.run(run()) == (True, True)
 
 
 def test_later_calls_are_not_waited_for(calls):
     async def run():
-        call = await begun(calls)
-        finish = asyncio.create_task(calls.wait_for_end(60))
+        call = await begin_call(calls)
+        waiting = asyncio.create_task(calls.wait_for_end(60))
         await asyncio.sleep(0)
-        await begun(calls)
+        await begin_call(calls)
         call.end()
-        return await asyncio.wait_for(finish, PATIENCE_S)
+        return await asyncio.wait_for(waiting, PATIENCE_S)
 
     assert asyncio.run(run())
 
 
 def test_the_wait_is_bounded(calls):
     async def run():
-        await begun(calls)
+        await begin_call(calls)
         return await asyncio.wait_for(calls.wait_for_end(0.05), PATIENCE_S)
 
     assert not asyncio.run(run())
@@ -74,20 +74,20 @@ def test_calls_leave_no_reference_cycles():
 
     async def run():
         async with serving(engine) as (_, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
-            with uncollected() as found:
+            with uncollected() as uncollected_objects:
                 await client.prefill([1, 2])
                 await client.probe([1, 2])
                 for options in ({}, {"n": 3}, {"logprobs": 2}):
                     async for _ in client.generate([1, 2], max_new_tokens=2, **options):
                         pass
-                left = client.generate([1, 2], max_new_tokens=100)
-                await anext(left)
-                await left.aclose()
+                abandoned = client.generate([1, 2], max_new_tokens=100)
+                await anext(abandoned)
+                await abandoned.aclose()
                 await refusal_of(client.prefill([]))
                 await refusal_of(client.release("unknown"))
                 engine.futures.clear()
                 await asyncio.sleep(0.1)
-        return {type(each).__name__ for each in found}
+        return {type(each).__name__ for each in uncollected_objects}
 
     names = asyncio.run(run())
     assert not names & {"RPCState", "_ServicerContext", "AbortError", "GenerateCall", "GenerationFuture", "TokenStream"}

@@ -38,19 +38,20 @@ async def stalling_proxy(address: str) -> AsyncIterator[SimpleNamespace]:
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_response: bool) -> None:
         with contextlib.suppress(OSError):
-            piece = b"begin"
-            while piece:
+            has_ended = False
+            while not has_ended:
                 piece = await reader.read(65_536)
                 if is_response and proxy.is_stalled.is_set():
                     proxy.has_response.set()
                     await proxy.is_resumed.wait()
                 writer.write(piece)
+                has_ended = not piece
             writer.write_eof()
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.add(asyncio.current_task())
         far_reader, far_writer = await asyncio.open_connection(*address.rsplit(":", 1))
-        with contextlib.suppress(asyncio.CancelledError):  # the test is over
+        with contextlib.suppress(asyncio.CancelledError):  # the proxy is closed
             await asyncio.gather(
                 copy(reader, far_writer, is_response=False), copy(far_reader, writer, is_response=True)
             )
@@ -77,7 +78,7 @@ async def generate(client: AsyncClient) -> None:
 def test_a_call_that_arrives_while_the_server_stops_is_unavailable(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It arrives after the server has begun to stop, and before its caller can know that: gRPC would cancel it."""
+    """The call arrives after the server has begun to stop, before its caller can know that. gRPC would cancel it."""
     monkeypatch.setattr(server_module, "_FLUSH_S", PATIENCE_S)
     calls = {
         "Prefill": lambda client: client.prefill([1], timeout_s=PATIENCE_S),
@@ -151,7 +152,7 @@ def test_a_descriptor_that_is_reused_for_a_file_leaves_no_duplicate_open(
 ) -> None:
     with (tmp_path / "file").open("w") as file:
         monkeypatch.setattr(connections_module, "_socket_fds", lambda: [(file.fileno(), 0)])
-        asyncio.run(end_connections({1}, 0))  # once without a count, which opens the event loop's own files
+        asyncio.run(end_connections({1}, 0))  # the first event loop opens files that stay open
         before = os.listdir("/proc/self/fd")
         asyncio.run(end_connections({1}, 0))
         assert os.listdir("/proc/self/fd") == before
@@ -168,8 +169,8 @@ def test_the_connection_of_a_peer_is_closed_and_no_other(family):
         address = listener.getsockname()[:2]
         with socket.create_connection(address) as bad, socket.create_connection(address) as good:
             to_bad, to_good = listener.accept()[0], listener.accept()[0]
-            shown = host if family == "ipv4" else "%5B::1%5D"
-            num_closed = close_connections({f"{family}:{shown}:{bad.getsockname()[1]}"})
+            host_in_peer = host if family == "ipv4" else "%5B::1%5D"
+            num_closed = close_connections({f"{family}:{host_in_peer}:{bad.getsockname()[1]}"})
             to_good.sendall(b"still here")
             assert num_closed == 1
             assert bad.recv(10) == b""

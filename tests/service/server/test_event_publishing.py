@@ -33,7 +33,7 @@ def test_nothing_is_recorded_without_an_endpoint():
     assert source.log.num_batches == 0
 
 
-def test_events_are_recorded_and_published_while_it_lasts(caplog):
+def test_events_are_recorded_and_published_inside_the_context(caplog):
     source = FakeSource()
     with (
         caplog.at_level(logging.INFO),
@@ -65,12 +65,24 @@ def test_addresses_are_tried_before_a_model_is_loaded_and_are_free_after_it(key)
         pass
 
 
-LOCAL = ("tcp://127.0.0.1:*", "tcp://127.0.0.2:*", "tcp://localhost:*", "ipc:///tmp/radixkv-test-events")
-OTHERS = ("tcp://*:*", "tcp://0.0.0.0:*", "tcp://0:*", "tcp://[::]:*", "tcp://0x0:*", "tcp://[::ffff:0.0.0.0]:*")
+ADDRESSES_OF_THIS_MACHINE = (
+    "tcp://127.0.0.1:*",
+    "tcp://127.0.0.2:*",
+    "tcp://localhost:*",
+    "ipc:///tmp/radixkv-test-events",
+)
+ADDRESSES_OF_ALL_INTERFACES = (
+    "tcp://*:*",
+    "tcp://0.0.0.0:*",
+    "tcp://0:*",
+    "tcp://[::]:*",
+    "tcp://0x0:*",
+    "tcp://[::ffff:0.0.0.0]:*",
+)
 
 
 @pytest.mark.parametrize("key", ["zmq_endpoint", "replay_endpoint"])
-@pytest.mark.parametrize("endpoint", OTHERS)
+@pytest.mark.parametrize("endpoint", ADDRESSES_OF_ALL_INTERFACES)
 def test_addresses_that_other_machines_reach_require_insecure(key, endpoint, caplog):
     config = EventsConfig(**{"zmq_endpoint": ANYWHERE, key: endpoint})
     with pytest.raises(ConfigError, match=rf"^events\.{key}: expected an address of this machine.* got .*--insecure"):
@@ -82,13 +94,15 @@ def test_addresses_that_other_machines_reach_require_insecure(key, endpoint, cap
 def test_a_host_name_counts_as_what_it_resolves_to(monkeypatch):
     resolve = socket.getaddrinfo
     monkeypatch.setattr(
-        socket, "getaddrinfo", lambda host, *rest, **options: resolve(host.replace("mine", "0.0.0.0"), *rest, **options)
+        socket,
+        "getaddrinfo",
+        lambda host, *arguments, **options: resolve(host.replace("mine", "0.0.0.0"), *arguments, **options),
     )
     with pytest.raises(ConfigError, match=r"^events\.zmq_endpoint: expected an address of this machine"):
         require_publishable(EventsConfig(zmq_endpoint="tcp://mine:*"))
 
 
-@pytest.mark.parametrize("endpoint", LOCAL)
+@pytest.mark.parametrize("endpoint", ADDRESSES_OF_THIS_MACHINE)
 def test_addresses_of_this_machine_require_no_key(endpoint, caplog):
     require_publishable(EventsConfig(zmq_endpoint=endpoint))
     assert not caplog.text

@@ -18,7 +18,7 @@ from tests.service.server.auth.certificates import CredentialFiles
 from tests.service.serving import refusal_of, serving
 
 
-class Server:
+class FakeServer:
     """Stands in for a gRPC server and records what is registered."""
 
     def __init__(self):
@@ -32,13 +32,15 @@ class Server:
         self.registered |= {f"/{service}/{name}" for name in handlers}
 
 
-class Details:
+class FakeCallDetails:
+    """Stands in for gRPC's HandlerCallDetails: the path of the method that is called."""
+
     def __init__(self, method):
         self.method = method
 
 
 def test_all_methods_are_registered_and_can_be_looked_up():
-    server = Server()
+    server = FakeServer()
     guarded = GuardedServer(server, None, None)
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_pb2_grpc.PrefillServiceServicer(), guarded)
     cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_pb2_grpc.CacheServiceServicer(), guarded)
@@ -51,22 +53,22 @@ def test_all_methods_are_registered_and_can_be_looked_up():
         "/grpc.health.v1.Health/Watch",
     ):
         assert method in server.registered
-        assert any(handlers.service(Details(method)) is not None for handlers in server.handlers), method
+        assert any(handlers.service(FakeCallDetails(method)) is not None for handlers in server.handlers), method
 
 
-def counted(talk, engine=None, **config):
-    """Return the classes of exceptions that are counted while `talk(address)` runs with a server."""
-    kinds = []
+def counted_refusals(talk, engine=None, **config):
+    """Return the classes of the refusals that a server counts while `talk(address)` runs."""
+    refusal_types = []
+
+    def count_refusal(error):
+        refusal_types.append(type(error))
 
     async def run():
-        async with serving(engine or FakeEngine(), count_refusal=lambda error: kinds.append(type(error)), **config) as (
-            _,
-            address,
-        ):
+        async with serving(engine or FakeEngine(), count_refusal=count_refusal, **config) as (_, address):
             await asyncio.wait_for(talk(address), PATIENCE_S)
 
     asyncio.run(run())
-    return kinds
+    return refusal_types
 
 
 def test_calls_that_their_caller_may_not_make_are_counted_and_others_not(tmp_path):
@@ -82,7 +84,7 @@ def test_calls_that_their_caller_may_not_make_are_counted_and_others_not(tmp_pat
             await refusal_of(acme.prefill([1], tenant="globex"))
             await acme.prefill([1])
 
-    assert counted(talk, **credential_files.tls) == [InvalidCredential, NotPermitted, NotPermitted]
+    assert counted_refusals(talk, **credential_files.tls) == [InvalidCredential, NotPermitted, NotPermitted]
 
 
 def test_messages_that_can_not_be_parsed_and_those_beyond_a_limit_are_counted():
@@ -100,7 +102,7 @@ def test_messages_that_can_not_be_parsed_and_those_beyond_a_limit_are_counted():
             engine.open_gate()
             await running
 
-    assert counted(talk, engine, max_held_bytes=200) == [InvalidRequest, QueueFull]
+    assert counted_refusals(talk, engine, max_held_bytes=200) == [InvalidRequest, QueueFull]
 
 
 def test_a_refusal_of_the_engine_is_not_counted_here():
@@ -111,7 +113,7 @@ def test_a_refusal_of_the_engine_is_not_counted_here():
         async with AsyncClient(address) as client:
             await refusal_of(client.prefill([1]))
 
-    assert counted(talk, engine) == []
+    assert counted_refusals(talk, engine) == []
 
 
 def test_without_a_counter_refusals_reach_the_caller_all_the_same(tmp_path):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 from concurrent.futures import Future
 
@@ -12,8 +13,11 @@ from radixkv.service.server import hottest_segments
 from radixkv.service.server.hottest_segments import HottestSegments
 from tests.fakes import FakeClock, lease_text, publish
 
+MAX_COMPARED = 8
 
-def answered(function, tenant) -> Future:
+
+def call_at_once(function, tenant) -> Future:
+    """Stands in for the engine's thread, which calls functions that read the cache."""
     future: Future = Future()
     future.set_result(function())
     return future
@@ -21,9 +25,9 @@ def answered(function, tenant) -> Future:
 
 @pytest.fixture
 def cache(monkeypatch) -> PrefixCache:
-    """A cache of a hundred segments or so; a call compares eight places."""
+    """A cache of about a hundred segments. A call compares the segments at eight places."""
     for module in (segment_index, hottest_segments):
-        monkeypatch.setattr(module, "MAX_COMPARED", 8)
+        monkeypatch.setattr(module, "MAX_COMPARED", MAX_COMPARED)
     rng = random.Random(1)
     clock = FakeClock()
     cache = PrefixCache(1024, 4, clock=clock)
@@ -34,40 +38,43 @@ def cache(monkeypatch) -> PrefixCache:
     return cache
 
 
-def walk(cache: PrefixCache, max_segments: int) -> tuple[HottestSegments, int]:
-    source, found, num_calls = SegmentSource(cache, answered), HottestSegments(max_segments), 0
-    while (future := found.next_call(source)) is not None:
+def collect(cache: PrefixCache, max_segments: int) -> tuple[HottestSegments, int]:
+    """Make all calls that the search for the hottest segments needs; return the search and the number of calls."""
+    source, search, num_calls = SegmentSource(cache, call_at_once), HottestSegments(max_segments), 0
+    while (future := search.next_call(source)) is not None:
         num_calls += 1
-        found.add(future.result())
-    return found, num_calls
+        search.add(future.result())
+    return search, num_calls
 
 
 @pytest.mark.parametrize("max_segments", [1, 5, 20])
-def test_all_are_compared_while_calls_suffice(cache, max_segments):
-    found, num_calls = walk(cache, max_segments)
+def test_all_segments_are_compared_if_the_calls_suffice(cache, max_segments):
+    search, num_calls = collect(cache, max_segments)
     page = cache.segments.page(0)
-    assert found.num_compared == found.num_segments == len(cache.segments) == len(page.segments)
-    assert num_calls == -(-page.num_places // 8)
-    hottest = found.result()
-    assert [each.heat for each in hottest] == sorted((each.heat for each in page.segments), reverse=True)[:max_segments]
-    seen = {None} | {each.place for each in hottest}
-    assert all(each.parent_place in seen for each in hottest), "a tree can be drawn"
+    assert search.num_compared == search.num_segments == len(cache.segments) == len(page.segments)
+    assert num_calls == math.ceil(page.num_places / MAX_COMPARED)
+    hottest = search.result()
+    heats = sorted((each.heat for each in page.segments), reverse=True)
+    assert [each.heat for each in hottest] == heats[:max_segments]
+    places = {each.place for each in hottest}
+    assert all(each.parent_place is None or each.parent_place in places for each in hottest), "a parent is missing"
 
 
-def test_a_sample_finds_what_many_segments_continue(monkeypatch):
+def test_a_sample_finds_a_segment_that_many_others_continue(monkeypatch):
     for module in (segment_index, hottest_segments):
-        monkeypatch.setattr(module, "MAX_COMPARED", 8)
+        monkeypatch.setattr(module, "MAX_COMPARED", MAX_COMPARED)
     monkeypatch.setattr(hottest_segments, "MAX_CALLS", 3)
     cache = PrefixCache(1024, 4)
     for number in range(100):
         publish(cache, f"{number:04}")  # these take the first places, and are compared first
         publish(cache, f"same{number:04}")
-    found, num_calls = walk(cache, 3)
+    search, num_calls = collect(cache, 3)
     assert num_calls <= 3
-    assert 8 < found.num_compared <= 24 < found.num_segments == 201
-    assert [found.result()[0].num_tokens, found.result()[0].num_children] == [4, 100]
+    assert search.num_segments == 201  # 100 without children; "same" and its 100 children
+    assert MAX_COMPARED < search.num_compared <= 3 * MAX_COMPARED
+    assert [search.result()[0].num_tokens, search.result()[0].num_children] == [4, 100]
 
 
 def test_an_empty_cache_takes_one_call():
-    found, num_calls = walk(PrefixCache(4, 4), 5)
-    assert (found.result(), num_calls) == ([], 1)
+    search, num_calls = collect(PrefixCache(4, 4), 5)
+    assert (search.result(), num_calls) == ([], 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 from radixkv.service.server.mailbox import Mailbox
 from tests.patience import PATIENCE_S
@@ -13,10 +14,15 @@ def test_calls_of_a_step_share_a_wake_up():
     async def run() -> tuple[list[int], int]:
         loop, called = asyncio.get_running_loop(), []
         mailbox, wake_ups, wake = Mailbox(), [], loop.call_soon_threadsafe
-        loop.call_soon_threadsafe = lambda *call: (wake_ups.append(call), wake(*call))  # type: ignore[method-assign]
+
+        def recorded_wake(*call: Any) -> asyncio.Handle:
+            wake_ups.append(call)
+            return wake(*call)
+
+        loop.call_soon_threadsafe = recorded_wake  # type: ignore[method-assign]
         for number in range(16):
             mailbox.post(called.append, number)
-        assert called == []  # the loop is busy here
+        assert called == []  # the loop is busy with this test
         await asyncio.sleep(0)
         mailbox.post(called.append, 16)
         await asyncio.sleep(0)
@@ -25,16 +31,16 @@ def test_calls_of_a_step_share_a_wake_up():
     assert asyncio.run(run()) == (list(range(17)), 2)
 
 
-def test_nothing_posted_from_other_threads_gets_lost():
+def test_calls_posted_from_other_threads_all_run_in_the_order_of_each_thread():
     num_calls = 20_000
 
     async def run() -> list[tuple[str, int]]:
-        mailbox, called, is_full = Mailbox(), [], asyncio.Event()
+        mailbox, called, has_all = Mailbox(), [], asyncio.Event()
 
         def take(call: tuple[str, int]) -> None:
             called.append(call)
             if len(called) == 2 * num_calls:
-                is_full.set()
+                has_all.set()
 
         def post_all(name: str) -> None:
             for number in range(num_calls):
@@ -43,7 +49,7 @@ def test_nothing_posted_from_other_threads_gets_lost():
         threads = [threading.Thread(target=post_all, args=(name,)) for name in "ab"]
         for thread in threads:
             thread.start()
-        await asyncio.wait_for(is_full.wait(), PATIENCE_S)
+        await asyncio.wait_for(has_all.wait(), PATIENCE_S)
         for thread in threads:
             thread.join()
         return called

@@ -38,7 +38,7 @@ def telemetry(*settings):
 
 
 def scrape(address):
-    """Values of samples by name, as a scrape finds them."""
+    """Return the values of all samples in a scrape, by name."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_S) as response:
         assert response.headers["Content-Type"].startswith("text/plain")
         text = response.read().decode()
@@ -53,7 +53,7 @@ def test_without_a_port_nothing_is_served_and_nothing_observed():
         assert not started("radixkv-metrics")
 
 
-def test_a_scrape_finds_what_was_counted_and_what_the_engine_holds():
+def test_a_scrape_has_the_counts_of_steps_and_the_gauges_of_the_engine():
     watching = telemetry("server.metrics_port=0")
     with watching.serving(FakeEngine()) as address:
         watching.observers[0].step_done(0.25, 3, 100, 2)
@@ -103,9 +103,8 @@ def test_a_scrape_can_select_metrics_by_name():
         _, histogram, _ = get(address, "/metrics?name[]=radixkv_step_seconds")
     names = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     assert names == {"radixkv_blocks", "radixkv_evicted_blocks_total"}
-    assert {sample.name for family in text_string_to_metric_families(histogram) for sample in family.samples} == {
-        *("radixkv_step_seconds_bucket", "radixkv_step_seconds_sum", "radixkv_step_seconds_count")
-    }
+    samples = {sample.name for family in text_string_to_metric_families(histogram) for sample in family.samples}
+    assert samples == {f"radixkv_step_seconds_{suffix}" for suffix in ("bucket", "sum", "count")}
 
 
 def test_tenants_of_the_configuration_are_known_before_their_first_request():
@@ -143,7 +142,7 @@ def test_requests_are_traced_where_opentelemetry_is_set_up(monkeypatch):
     provider = TracerProvider()
     exporter = InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    assert telemetry().observers == [], "it is installed, but not set up"
+    assert telemetry().observers == [], "opentelemetry is installed, but not set up"
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     for settings in ([], ["server.metrics_port=0"]):
         for observer in telemetry(*settings).observers:
@@ -223,7 +222,7 @@ def test_a_wrong_metrics_port_is_named():
 
 
 def get_over_tls(address, path, credential_files, caller=None):
-    """Status and body of an answer over HTTPS, with a caller's token."""
+    """Return the status and the body of a response over HTTPS to a caller with a token, or without one."""
     headers = {} if caller is None else {"Authorization": f"Bearer {TOKENS[caller]}"}
     request = urllib.request.Request(f"https://{address}{path}", headers=headers)
     context = ssl.create_default_context(cafile=credential_files.ca_file)
@@ -252,13 +251,13 @@ def test_with_credentials_only_admins_and_readers_read_more_than_the_health_and_
         ]
         callers = (None, "acme", "every", "watcher", "boss")
         states = [get_over_tls(address, "/state.json", credential_files, caller)[0] for caller in callers]
-        assert states == [401, 403, 403, 200, 200], "the page has no data; its state has"
+        assert states == [401, 403, 403, 200, 200], "only readers and admins see the state; the page itself has no data"
         with pytest.raises(OSError):
             get(address, "/healthz")
         assert get_over_tls(address, "/healthz", credential_files)[0] == 200
 
 
-def test_a_caller_that_stops_during_its_handshake_does_not_block_others(tmp_path):
+def test_a_caller_that_stalls_during_its_handshake_does_not_block_others(tmp_path):
     credential_files = CredentialFiles(tmp_path)
     settings = [f"server.{key}={json.dumps(value)}" for key, value in credential_files.tls.items()]
     with telemetry("server.metrics_port=0", *settings).serving(FakeEngine()) as address:
@@ -268,11 +267,15 @@ def test_a_caller_that_stops_during_its_handshake_does_not_block_others(tmp_path
             assert get_over_tls(address, "/healthz", credential_files)[0] == 200
 
 
+NUM_SILENT = 70  # more connections than the port has slots
+
+
 @contextlib.contextmanager
-def silent_connections(address, number):
+def silent_connections(address, num_connections):
+    """Yield connections that have sent nothing."""
     host, port = address.rsplit(":", 1)
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(number)]
+        yield [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(num_connections)]
 
 
 @pytest.mark.parametrize("has_tls", [False, True])
@@ -282,7 +285,7 @@ def test_callers_that_send_no_request_do_not_block_others(tmp_path, monkeypatch,
     settings = [f"server.{key}={json.dumps(value)}" for key, value in credential_files.tls.items()] if has_tls else []
     with (
         telemetry("server.metrics_port=0", *settings).serving(FakeEngine()) as address,
-        silent_connections(address, 70),
+        silent_connections(address, NUM_SILENT),
     ):
         for path in ("/healthz", "/readyz"):
             answer = get_over_tls(address, path, credential_files) if has_tls else get(address, path)
@@ -311,22 +314,24 @@ def test_a_request_that_arrives_byte_by_byte_has_the_timeout_of_one(monkeypatch)
 
 def test_a_connection_that_has_sent_a_request_is_answered_however_many_silent_ones_follow(monkeypatch):
     monkeypatch.setattr(metrics_port, "_REQUEST_S", PATIENCE_S)
-    asked, may_answer = threading.Event(), threading.Event()
+    is_checked, may_answer = threading.Event(), threading.Event()
 
-    class Waiting(FakeEngine):
+    class WaitingEngine(FakeEngine):
+        """An engine whose health is reported only when `may_answer` is set."""
+
         @property
         def can_recover(self):
-            asked.set()
+            is_checked.set()
             return may_answer.wait(PATIENCE_S)
 
         @can_recover.setter
         def can_recover(self, value):
             pass
 
-    with telemetry("server.metrics_port=0").serving(Waiting()) as address, ThreadPoolExecutor(1) as pool:
+    with telemetry("server.metrics_port=0").serving(WaitingEngine()) as address, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(get, address, "/healthz")
-        assert asked.wait(PATIENCE_S)
-        with silent_connections(address, 70):
+        assert is_checked.wait(PATIENCE_S)
+        with silent_connections(address, NUM_SILENT):
             assert get(address, "/readyz")[0] == 200
             may_answer.set()
             assert answer.result(PATIENCE_S)[0] == 200

@@ -11,7 +11,7 @@ from radixkv.service.server.model_tokenizer import ModelTokenizer, files_of_mode
 from tests.patience import PATIENCE_S
 
 
-def test_the_files_of_a_directory_are_where_they_are(tmp_path):
+def test_the_files_of_a_model_directory_are_used_in_place(tmp_path):
     with files_of_model(str(tmp_path)) as directory:
         assert directory == tmp_path
     assert tmp_path.is_dir()
@@ -53,19 +53,19 @@ def test_the_embedded_model_has_the_same_files_everywhere():
     assert ModelTokenizer("tiny").archive() == ModelTokenizer("tiny").archive()
 
 
-def test_the_tokenizer_is_loaded_once(monkeypatch):
+def test_the_tokenizer_is_loaded_once():
     tokenizer = ModelTokenizer("tiny")
     assert tokenizer.load() is tokenizer.load()
     assert tokenizer.load().decode([104, 105]) == "hi"
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_callers_that_wait_for_the_tokenizer_take_one_thread(monkeypatch, is_there):
+@pytest.mark.parametrize("can_be_loaded", [True, False])
+def test_callers_that_wait_for_the_tokenizer_take_one_thread(monkeypatch, can_be_loaded):
     may_load = threading.Event()
 
     def load(directory):
         may_load.wait(PATIENCE_S)
-        if not is_there:
+        if not can_be_loaded:
             raise ValueError("expected one, got none")
         return directory
 
@@ -77,9 +77,9 @@ def test_callers_that_wait_for_the_tokenizer_take_one_thread(monkeypatch, is_the
         await asyncio.sleep(0)
         waiting[0].cancel()
         await asyncio.wait_for(asyncio.to_thread(may_load.set), PATIENCE_S)
-        left, *others = await asyncio.gather(*waiting, return_exceptions=True)
-        assert isinstance(left, asyncio.CancelledError)
-        assert {isinstance(each, ValueError) for each in others} == {not is_there}
+        cancelled, *others = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(cancelled, asyncio.CancelledError)
+        assert {isinstance(each, ValueError) for each in others} == {not can_be_loaded}
         assert len(set(map(str, others))) == 1
 
     asyncio.run(run())
@@ -107,8 +107,8 @@ def test_a_missing_package_is_named_in_the_log_and_refuses_only_what_needs_the_t
     assert "the package sentencepiece is missing" in caplog.text
 
 
-def test_failed_calls_leave_nothing_behind():
-    """Each raise of an exception adds to its traceback, whose frames refer to the requests."""
+def test_each_failed_call_raises_an_exception_of_its_own():
+    """An exception that is raised again keeps the frames of all earlier calls, and with them their requests, alive."""
     tokenizer = ModelTokenizer(None)
     errors = []
     for _ in range(3):

@@ -54,17 +54,17 @@ def test_frozen_objects_are_freed_when_nothing_refers_to_them():
     with frozen_survivors():
         thing = Thing()
         gc.collect()
-        watch = weakref.ref(thing)
+        reference = weakref.ref(thing)
         del thing
-        assert watch() is None
+        assert reference() is None
 
 
 def test_nothing_stays_frozen_at_the_end_not_even_after_an_error():
-    before = list(gc.callbacks)
+    callbacks_before = list(gc.callbacks)
     with contextlib.suppress(ValueError), frozen_survivors():
-        assert len(gc.callbacks) == len(before) + 1
+        assert len(gc.callbacks) == len(callbacks_before) + 1
         raise ValueError
-    assert (gc.get_freeze_count(), gc.callbacks) == (0, before)
+    assert (gc.get_freeze_count(), gc.callbacks) == (0, callbacks_before)
 
 
 @pytest.fixture

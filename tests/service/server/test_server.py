@@ -23,6 +23,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def health_of(address):
+    """Return the statuses that the server and its two main services have."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         names = ("", "radixkv.v1.PrefillService", "radixkv.v1.CacheService")
@@ -31,7 +32,7 @@ async def health_of(address):
         }
 
 
-def test_every_service_is_healthy_once_started():
+def test_every_service_is_healthy_after_the_start():
     async def run():
         async with serving(FakeEngine()) as (_, address):
             return await health_of(address)
@@ -69,30 +70,31 @@ def test_health_follows_the_engine(monkeypatch):
     async def run():
         engine = FakeEngine()
         async with serving(engine) as (_, address):
-            seen = []
-            for is_healthy in (False, True):
+            for is_healthy, status in ((False, NOT_SERVING), (True, SERVING)):
                 engine.is_healthy = is_healthy
-                seen.append({SERVING} if is_healthy else {NOT_SERVING})
-                while await health_of(address) != seen[-1]:
+                while await health_of(address) != {status}:
                     await asyncio.sleep(0.01)
-            return seen
 
-    assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == [{NOT_SERVING}, {SERVING}]
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))  # fails if the health does not change in time
 
 
 def test_an_engine_whose_thread_ends_ends_the_process_after_its_last_answer(monkeypatch):
-    """It is no configuration error: the exit code is 1, after which a supervisor restarts the server."""
+    """The error is no ConfigError, so the exit code is 1, after which a supervisor restarts the server."""
     monkeypatch.setattr(server_module, "_HEALTH_PERIOD_S", 0.01)
 
     async def run():
         engine, addresses = FakeEngine(is_gated=True), []
 
-        class Noted(Server):
+        class RecordingServer(Server):
+            """Records its address."""
+
             async def start(self):
                 addresses.append(await super().start())
                 return addresses[0]
 
-        ending = asyncio.create_task(server_module.serve_until_signal(engine, lambda: Noted(engine, ServerConfig())))
+        ending = asyncio.create_task(
+            server_module.serve_until_signal(engine, lambda: RecordingServer(engine, ServerConfig()))
+        )
         assert await becomes_true(lambda: addresses)
         async with AsyncClient(addresses[0], timeout_s=PATIENCE_S) as client:
             waiting = asyncio.create_task(client.prefill([7]))
@@ -181,18 +183,20 @@ def test_drain_changes_health_refuses_new_requests_and_finishes_running_ones():
 def test_health_changes_before_the_engine_refuses(monkeypatch):
     async def run():
         engine = FakeEngine()
-        seen = []
+        health_while_draining = []
         async with serving(engine) as (server, address):
 
             def drain(timeout_s):
-                seen.append(asyncio.run_coroutine_threadsafe(health_of(address), loop).result(PATIENCE_S))
+                health_while_draining.append(
+                    asyncio.run_coroutine_threadsafe(health_of(address), loop).result(PATIENCE_S)
+                )
                 return True
 
             loop = asyncio.get_running_loop()
             with monkeypatch.context() as patch:
                 patch.setattr(engine, "drain", drain)
                 await server.drain()
-        return seen[0]
+        return health_while_draining[0]
 
     assert asyncio.run(run()) == {NOT_SERVING}
 
@@ -233,13 +237,13 @@ def test_responses_that_are_ready_when_the_drain_ends_are_still_sent(monkeypatch
     assert asyncio.run(run()) == list(range(5))
 
 
-def test_a_drain_reports_whether_a_response_was_not_sent(monkeypatch):
+def test_a_drain_reports_whether_all_responses_were_sent(monkeypatch):
     monkeypatch.setattr(server_module, "_FLUSH_S", 0.05)
 
     async def run():
         async with serving(FakeEngine(), drain_timeout_s=0.05) as (server, _):
             is_clean = await server.drain()
-            server.receiver.in_flight.add(object())  # a call whose task, this one, is not over
+            server.receiver.in_flight.add(object())  # counts as a call of this task, which is not over
             return is_clean, await server.drain()
 
     assert asyncio.run(run()) == (True, False)

@@ -16,6 +16,7 @@ from tests.service.serving import refusal_of, serving
 
 ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.RadixKVError)]
 
+# The status of each error without subclasses.
 EXPECTED = {
     "InvalidAdapter": "INVALID_ARGUMENT",
     "InvalidRequest": "INVALID_ARGUMENT",
@@ -60,7 +61,8 @@ def all_subclasses(kind):
     return {kind}.union(*(all_subclasses(child) for child in kind.__subclasses__()))
 
 
-def leaves():
+def leaf_errors():
+    """Return the errors without subclasses."""
     return [kind for kind in ERRORS if not any(issubclass(other, kind) for other in ERRORS if other is not kind)]
 
 
@@ -70,7 +72,7 @@ def test_every_error_has_a_line_of_its_own_or_of_an_ancestor_below_the_root():
 
 
 def test_every_leaf_has_the_status_that_callers_expect():
-    assert {kind.__name__: status_of(kind("x")).name for kind in leaves()} == EXPECTED
+    assert {kind.__name__: status_of(kind("x")).name for kind in leaf_errors()} == EXPECTED
 
 
 def test_no_line_of_the_table_repeats_its_parent():
@@ -109,36 +111,36 @@ def test_a_cause_is_sent_by_name():
     )
 
 
-@pytest.mark.parametrize("way", ["refusal", "failure"])
-def test_every_error_reaches_the_caller_as_its_status(way):
+@pytest.mark.parametrize("attribute", ["refusal", "failure"])
+def test_every_error_reaches_the_caller_as_its_status(attribute):
     async def run():
         engine = FakeEngine()
-        seen = {}
+        statuses = {}
         async with serving(engine) as (_, address), AsyncClient(address) as client:
-            for kind in leaves():
-                setattr(engine, way, kind("subject: expected this, got that"))
+            for kind in leaf_errors():
+                setattr(engine, attribute, kind("subject: expected this, got that"))
                 refusal = await refusal_of(client.prefill([1], timeout_s=PATIENCE_S))
                 assert refusal.details() == "subject: expected this, got that"
                 metadata = dict(tuple(refusal.trailing_metadata()))
                 assert metadata.get("retry-after-ms") == ("1000" if issubclass(kind, errors.CapacityError) else None)
                 is_of_source = issubclass(kind, errors.KVSourceError)
                 assert metadata.get("radixkv-cause") == ("kv_source" if is_of_source else None)
-                seen[kind.__name__] = refusal.code().name
-            setattr(engine, way, None)
+                statuses[kind.__name__] = refusal.code().name
+            setattr(engine, attribute, None)
             assert (await client.prefill([1])).next_token_id == 1
-        return seen
+        return statuses
 
     assert asyncio.run(run()) == EXPECTED
 
 
-@pytest.mark.parametrize("way", ["refusal", "failure"])
-def test_an_unexpected_exception_is_internal_and_only_the_log_has_its_message(way, caplog):
+@pytest.mark.parametrize("attribute", ["refusal", "failure"])
+def test_an_unexpected_exception_is_internal_and_only_the_log_has_its_message(attribute, caplog):
     async def run():
         engine = FakeEngine()
         async with serving(engine) as (_, address), AsyncClient(address) as client:
-            setattr(engine, way, KeyError("of another tenant"))
+            setattr(engine, attribute, KeyError("of another tenant"))
             refusal = await refusal_of(client.prefill([1]))
-            setattr(engine, way, None)
+            setattr(engine, attribute, None)
             assert (await client.prefill([1])).next_token_id == 1
             return refusal
 

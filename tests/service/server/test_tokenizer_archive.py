@@ -38,7 +38,7 @@ def test_equal_files_give_equal_bytes_whatever_their_times_and_modes(tmp_path):
             os.utime(folder / name, (number, number))
         archives.append(tokenizer_archive(str(folder)))
     assert archives[0] == archives[1]
-    # The format of a zip is fixed, so this number is too, on every machine.
+    # The format of a zip file is fixed, so this digest is the same on every machine.
     assert hashlib.sha256(archives[0]).hexdigest() == "d3202f4215531cd0bca3001aad0e6023999cae6ec8044cc667ba1e0165f302fb"
 
 

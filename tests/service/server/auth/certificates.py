@@ -10,21 +10,22 @@ from typing import Any
 
 import trustme
 
+# The token of each credential, by the name that the tests give it.
 TOKENS = {name: f"rkv_{name}_0123456789" for name in ("acme", "globex", "some", "every", "watcher", "boss")}
 
 
-def entry_of(name: str, rest: str) -> str:
-    """Write the entry of a token."""
+def entry_of(name: str, rights: str) -> str:
+    """Return the entry of a token in a file of credentials; `rights` are its lines with role and tenants."""
     digest = hashlib.sha256(TOKENS[name].encode()).hexdigest()
-    return f'[[credentials]]\nname = "{name} credential"\n{rest}\ntoken_sha256 = "{digest}"\n'
+    return f'[[credentials]]\nname = "{name} credential"\n{rights}\ntoken_sha256 = "{digest}"\n'
 
 
-def entry_of_certificate(name: str, rest: str) -> str:
-    """Write the entry of a certificate."""
-    return f'[[credentials]]\nname = "certificate of {name}"\n{rest}\ncertificate = "{name}"\n'
+def entry_of_certificate(name: str, rights: str) -> str:
+    """Return the entry of a certificate in a file of credentials; `rights` are its lines with role and tenants."""
+    return f'[[credentials]]\nname = "certificate of {name}"\n{rights}\ncertificate = "{name}"\n'
 
 
-FILE = "\n".join(
+ALL_ENTRIES = "\n".join(
     [
         entry_of("acme", 'role = "tenant"\ntenant = "acme"'),
         entry_of("globex", 'role = "tenant"\ntenant = "globex"'),
@@ -34,7 +35,7 @@ FILE = "\n".join(
         entry_of("boss", 'role = "admin"'),
     ]
 )
-"""A file of credentials: two tenants, a router with a list, a router without one, a reader, an admin."""
+"""A file of credentials: two tenants, a router for two tenants, a router for all, a reader, an admin."""
 
 
 class CredentialFiles:
@@ -52,20 +53,20 @@ class CredentialFiles:
         self.ca.cert_pem.write_to_path(folder / "ca.pem")
         self.client_ca.cert_pem.write_to_path(folder / "client_ca.pem")
         self.write_certificate(self.ca)
-        self.write_tokens(FILE)
+        self.write_tokens(ALL_ENTRIES)
 
     def write_certificate(self, ca: trustme.CA) -> None:
         """Write a new certificate of the server, and its key."""
-        new = ca.issue_cert("127.0.0.1", "localhost")
-        new.private_key_pem.write_to_path(self.folder / "server.key")
-        new.cert_chain_pems[0].write_to_path(self.folder / "server.pem")
+        certificate = ca.issue_cert("127.0.0.1", "localhost")
+        certificate.private_key_pem.write_to_path(self.folder / "server.key")
+        certificate.cert_chain_pems[0].write_to_path(self.folder / "server.pem")
 
     def write_tokens(self, text: str) -> None:
         """Replace the file of credentials."""
         (self.folder / "new.toml").write_text(text)
         (self.folder / "new.toml").replace(self.folder / "tokens.toml")
 
-    def caller(
+    def issue_certificate(
         self,
         name: str,
         ca: trustme.CA | None = None,
@@ -74,16 +75,16 @@ class CredentialFiles:
         alternative: str | None = None,
         common_name: str | None = None,
     ) -> dict[str, Any]:
-        """Write the certificate of a caller; returns the arguments of a client that shows it."""
-        new = (ca or self.client_ca).issue_cert(
+        """Write a new certificate of a caller, and return the arguments of a client that presents it."""
+        certificate = (ca or self.client_ca).issue_cert(
             *([] if alternative is None else [alternative]),
             common_name=common_name or name,
             not_after=datetime(2001, 1, 1, tzinfo=UTC) if is_expired else None,
         )
         folder = self.folder / f"{name}-{next(self._numbers)}"
         folder.mkdir()
-        new.private_key_pem.write_to_path(folder / "key.pem")
-        new.cert_chain_pems[0].write_to_path(folder / "chain.pem")
+        certificate.private_key_pem.write_to_path(folder / "key.pem")
+        certificate.cert_chain_pems[0].write_to_path(folder / "chain.pem")
         return {"certificate": folder / "chain.pem", "key": folder / "key.pem", "tls_ca": self.ca_file}
 
     @property
@@ -92,13 +93,13 @@ class CredentialFiles:
 
     @property
     def tls(self) -> dict[str, Any]:
-        """Keys of a server with TLS and tokens."""
+        """Configuration of a server with TLS and tokens."""
         names = {"tls_certificate": "server.pem", "tls_key": "server.key", "tokens_file": "tokens.toml"}
         return {key: str(self.folder / name) for key, name in names.items()}
 
     @property
     def mutual_tls(self) -> dict[str, Any]:
-        """Keys of a server that asks for certificates too."""
+        """Configuration of a server that requires certificates of callers too."""
         return {**self.tls, "client_ca": str(self.folder / "client_ca.pem")}
 
     def client(self, name: str | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class Method:
     """One RPC as the server describes it."""
 
     path: str
-    request: Any  # a class of messages
+    request: Any  # the class of its request messages
     is_request_stream: bool
     is_response_stream: bool
 
@@ -29,31 +29,31 @@ async def described_methods(channel: grpc.aio.Channel, metadata=None) -> list[Me
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     call = stub.ServerReflectionInfo(metadata=metadata, timeout=PATIENCE_S)
 
-    async def ask(**question):
+    async def ask_reflection(**question):
         await call.write(reflection_pb2.ServerReflectionRequest(**question))
         return await call.read()
 
-    listed = await ask(list_services="")
+    listed = await ask_reflection(list_services="")
     files: dict[str, descriptor_pb2.FileDescriptorProto] = {}
     names = [service.name for service in listed.list_services_response.service]
     for name in names:
-        answer = await ask(file_containing_symbol=name)
-        for data in answer.file_descriptor_response.file_descriptor_proto:
-            file = descriptor_pb2.FileDescriptorProto.FromString(data)
+        described = await ask_reflection(file_containing_symbol=name)
+        for encoded_file in described.file_descriptor_response.file_descriptor_proto:
+            file = descriptor_pb2.FileDescriptorProto.FromString(encoded_file)
             files[file.name] = file
     await call.done_writing()
     pool = descriptor_pool.DescriptorPool()
     added: set[str] = set()
 
-    def add(name: str) -> None:
+    def add_with_dependencies(name: str) -> None:
         if name not in added:
             added.add(name)
-            for needed in files[name].dependency:
-                add(needed)
+            for dependency in files[name].dependency:
+                add_with_dependencies(dependency)
             pool.Add(files[name])
 
     for name in list(files):
-        add(name)
+        add_with_dependencies(name)
     return [
         Method(
             f"/{name}/{method.name}",
@@ -66,36 +66,43 @@ async def described_methods(channel: grpc.aio.Channel, metadata=None) -> list[Me
     ]
 
 
-_MOST_ASKED = 5
-# Statuses that a client gives to a call by itself: INTERNAL if it writes to a stream that has just ended.
-_LOST = {grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE}
+_MAX_ATTEMPTS = 5
+# Statuses with which the client itself may end a call, in place of the server's. It ends a call with INTERNAL, for
+# example, if it writes to a stream that has just ended.
+_STATUSES_OF_CLIENT = {
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.UNAVAILABLE,
+}
 
 
 async def status_of_call(channel: grpc.aio.Channel, method: Method, request: Any, metadata=None) -> grpc.StatusCode:
-    """Call a method, and return its status; OK once a stream has sent something.
+    """Call a method, and return its status; OK as soon as a stream has sent a response.
 
-    A client that still writes when the server refuses its stream may lose the status, and asks again.
+    If the client is still writing when the server refuses its stream, the server's status may get lost. Such calls are
+    repeated.
     """
-    for _ in range(_MOST_ASKED):
+    for _ in range(_MAX_ATTEMPTS):
         status = await _status_once(channel, method, request, metadata)
-        if status not in _LOST:
+        if status not in _STATUSES_OF_CLIENT:
             break
     return status
 
 
 async def _status_once(channel: grpc.aio.Channel, method: Method, request: Any, metadata: Any) -> grpc.StatusCode:
-    kind = {
+    make_method = {
         (False, False): channel.unary_unary,
         (False, True): channel.unary_stream,
         (True, True): channel.stream_stream,
     }[method.is_request_stream, method.is_response_stream]
-    start = kind(method.path, request_serializer=lambda message: message.SerializeToString())
+    start_call = make_method(method.path, request_serializer=lambda message: message.SerializeToString())
     if method.is_request_stream:
-        call = start(metadata=metadata)
-        with_request = asyncio.ensure_future(_send(call, request))
+        call = start_call(metadata=metadata)
+        sending = asyncio.ensure_future(_send(call, request))
     else:
-        call = start(request, metadata=metadata)
-        with_request = None
+        call = start_call(request, metadata=metadata)
+        sending = None
     try:
         if method.is_response_stream:
             await asyncio.wait_for(call.read(), PATIENCE_S)
@@ -105,8 +112,8 @@ async def _status_once(channel: grpc.aio.Channel, method: Method, request: Any, 
         return error.code()
     finally:
         call.cancel()
-        if with_request is not None:
-            await asyncio.gather(with_request, return_exceptions=True)
+        if sending is not None:
+            await asyncio.gather(sending, return_exceptions=True)
     return grpc.StatusCode.OK
 
 

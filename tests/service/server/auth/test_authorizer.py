@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import refusal_of, serving
 
-from .certificates import FILE, TOKENS, CredentialFiles, entry_of
+from .certificates import ALL_ENTRIES, TOKENS, CredentialFiles, entry_of
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def credential_files(tmp_path_factory):
     return CredentialFiles(tmp_path_factory.mktemp("credential_files"))
 
 
-def talking(credential_files, talk, engine=None, **config):
-    """Return `talk(engine, clients)`, run while a server runs; clients are by the name of their token."""
+def run_with_clients(credential_files, talk, engine=None, **config):
+    """Return the result of `talk(engine, clients)` with a running server; `clients` are by the name of their token."""
     engine = engine or FakeEngine()
 
     async def run():
@@ -44,12 +44,13 @@ def talking(credential_files, talk, engine=None, **config):
 
 
 async def first_of(stream):
+    """Read a stream to its end, and return its first response."""
     responses = [response async for response in stream]
     return responses[0]
 
 
 def calls_naming(client, tenant):
-    """Every call of a client that names a tenant."""
+    """Return each kind of call of a client that can name a tenant, by its name."""
     return {
         "prefill": client.prefill([1, 2], tenant=tenant),
         "generate": first_of(client.generate([1, 2], tenant=tenant, max_new_tokens=2)),
@@ -62,23 +63,23 @@ def calls_naming(client, tenant):
     }
 
 
-def test_a_tenant_that_names_another_is_refused_on_every_call_and_the_other_is_not_repeated(credential_files):
+def test_a_tenant_that_names_another_is_refused_on_every_call_without_repeating_the_name(credential_files):
     async def talk(engine, clients):
         return {name: await refusal_of(call) for name, call in calls_naming(clients["acme"], "globex").items()}
 
-    for name, refusal in talking(credential_files, talk).items():
+    for name, refusal in run_with_clients(credential_files, talk).items():
         assert refusal.code() is grpc.StatusCode.PERMISSION_DENIED, name
         assert "globex" not in refusal.details(), name
 
 
-def test_a_router_names_those_on_its_list_and_no_others(credential_files):
+def test_a_router_may_act_for_the_tenants_on_its_list_and_for_no_others(credential_files):
     async def talk(engine, clients):
         await clients["some"].prefill([1], tenant="initech")
         await clients["every"].prefill([1], tenant="globex")
         refusals = [await refusal_of(clients["some"].prefill([1], tenant=name)) for name in ("globex", "")]
         return [params.caller.tenant for params in engine.params], {refusal.code() for refusal in refusals}
 
-    assert talking(credential_files, talk) == (["initech", "globex"], {grpc.StatusCode.PERMISSION_DENIED})
+    assert run_with_clients(credential_files, talk) == (["initech", "globex"], {grpc.StatusCode.PERMISSION_DENIED})
 
 
 def test_a_tenant_that_names_none_means_itself(credential_files):
@@ -90,22 +91,23 @@ def test_a_tenant_that_names_none_means_itself(credential_files):
         await client.purge(salt="s")
         return engine
 
-    engine = talking(credential_files, talk)
+    engine = run_with_clients(credential_files, talk)
     assert [params.caller.tenant for params in engine.params] == ["acme", "acme"]
     assert engine.retentions[0][2].tenant == "acme"
     assert engine.purges == [("acme", None, "s")]
 
 
 def test_the_stats_of_a_tenant_reveal_nothing_about_others(credential_files):
-    credential_files.write_tokens(entry_of("acme", 'role = "tenant"\ntenant = "a"'))  # the fake engine has counts of it
+    # The fake engine has statistics of a tenant "a".
+    credential_files.write_tokens(entry_of("acme", 'role = "tenant"\ntenant = "a"'))
 
     async def talk(engine, clients):
         return await clients["acme"].stats()
 
     try:
-        stats = talking(credential_files, talk)
+        stats = run_with_clients(credential_files, talk)
     finally:
-        credential_files.write_tokens(FILE)
+        credential_files.write_tokens(ALL_ENTRIES)
     assert [(each.tenant, each.cached_blocks) for each in stats.tenants] == [("a", 3)]
     assert stats.blocks.total > 0
     assert not stats.blocks.published
@@ -132,7 +134,7 @@ def test_only_an_admin_purges_or_counts_all_tenants(credential_files):
         stats = await clients["boss"].stats()
         return engine.purges, [each.tenant for each in stats.tenants]
 
-    assert talking(credential_files, talk) == ([(None, None, None)], ["a", "b"])
+    assert run_with_clients(credential_files, talk) == ([(None, None, None)], ["a", "b"])
 
 
 def test_a_reader_counts_and_lists_all_tenants_and_does_nothing_else(credential_files):
@@ -147,9 +149,9 @@ def test_a_reader_counts_and_lists_all_tenants_and_does_nothing_else(credential_
         calls["drain"] = client.drain()
         return {name: (await refusal_of(call)).code() for name, call in calls.items()}, engine.purges
 
-    codes, purges = talking(credential_files, talk)
+    codes, purges = run_with_clients(credential_files, talk)
     assert set(codes.values()) == {grpc.StatusCode.PERMISSION_DENIED}
-    assert len(codes) == 8
+    assert len(codes) == 8  # all calls that name a tenant but `stats` and `segments`; and two more
     assert purges == []
 
 
@@ -160,7 +162,7 @@ def test_a_lease_is_released_by_its_tenant_only(credential_files):
         await clients["acme"].release(held.lease_id)
         return refusal.code()
 
-    assert talking(credential_files, talk) is grpc.StatusCode.NOT_FOUND
+    assert run_with_clients(credential_files, talk) is grpc.StatusCode.NOT_FOUND
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_a_header_without_a_known_token_is_unauthenticated_and_not_repeated(cred
         prefill = PrefillServiceStub(clients[None]._channel).Prefill
         return await refusal_of(prefill(PrefillRequest(token_ids=[1, 2]), metadata=(("authorization", header),)))
 
-    refusal = talking(credential_files, talk)
+    refusal = run_with_clients(credential_files, talk)
     assert refusal.code() is grpc.StatusCode.UNAUTHENTICATED
     assert "rkv_" not in refusal.details()
 
@@ -182,7 +184,7 @@ def test_two_tokens_in_one_call_are_refused(credential_files):
         header = ("authorization", f"Bearer {TOKENS['acme']}")
         return (await refusal_of(prefill(PrefillRequest(token_ids=[1, 2]), metadata=(header, header)))).code()
 
-    assert talking(credential_files, talk) is grpc.StatusCode.UNAUTHENTICATED
+    assert run_with_clients(credential_files, talk) is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_a_message_of_an_unauthenticated_caller_is_not_parsed(credential_files):
@@ -214,7 +216,7 @@ def test_nothing_secret_is_logged_in_a_whole_session(credential_files, caplog):
         engine.failure = RuntimeError("a failing step")
         await refusal_of(clients["acme"].prefill(prompt))
 
-    talking(credential_files, talk)
+    run_with_clients(credential_files, talk)
     text = caplog.text + "".join(str(record.__dict__) for record in caplog.records)
     assert "Purge by acme credential" in text
     assert [token for token in TOKENS.values() if token in text] == []
@@ -228,7 +230,7 @@ def test_the_log_reports_allowed_purges(credential_files, caplog):
         await refusal_of(clients["acme"].purge(tenant="globex"))
         await clients["acme"].purge(tenant="acme")
 
-    talking(credential_files, talk)
+    run_with_clients(credential_files, talk)
     assert len([each for each in caplog.messages if each.endswith("Purge by acme credential")]) == 1
 
 

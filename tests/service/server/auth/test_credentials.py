@@ -6,19 +6,19 @@ from radixkv.errors import ConfigError
 from radixkv.service.server.auth.credentials import parse_credentials, read_credentials
 from radixkv.service.server.auth.identity import Identity, Role
 
-from .certificates import FILE, TOKENS, entry_of, entry_of_certificate
+from .certificates import ALL_ENTRIES, TOKENS, entry_of, entry_of_certificate
 
 
 def entry(**changes):
-    """An entry as TOML; None takes a key out."""
+    """Return an entry as TOML, with changed values, which are TOML too; None leaves a key out."""
     keys = {"name": '"n"', "role": '"tenant"', "tenant": '"t"', "token_sha256": f'"{"0a" * 32}"', **changes}
     return "[[credentials]]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items() if value is not None)
 
 
 def test_a_token_identifies_the_caller():
-    credentials = parse_credentials(FILE)
-    found = {name: credentials.of_token(token).identity for name, token in TOKENS.items()}
-    assert found == {
+    credentials = parse_credentials(ALL_ENTRIES)
+    identities = {name: credentials.of_token(token).identity for name, token in TOKENS.items()}
+    assert identities == {
         "acme": Identity("acme credential", Role.TENANT, frozenset({"acme"})),
         "globex": Identity("globex credential", Role.TENANT, frozenset({"globex"})),
         "some": Identity("some credential", Role.ROUTER, frozenset({"acme", "initech"})),
@@ -30,7 +30,7 @@ def test_a_token_identifies_the_caller():
 
 @pytest.mark.parametrize("token", ["", "x", TOKENS["acme"] + "x", hashlib.sha256(TOKENS["acme"].encode()).hexdigest()])
 def test_other_texts_and_the_hash_of_a_token_identify_no_caller(token):
-    assert parse_credentials(FILE).of_token(token) is None
+    assert parse_credentials(ALL_ENTRIES).of_token(token) is None
 
 
 def test_a_certificate_with_the_names_of_two_credentials_identifies_no_caller():
@@ -47,7 +47,7 @@ def test_a_certificate_with_the_names_of_two_credentials_identifies_no_caller():
     ("text", "seconds"),
     [("2001-09-09T01:46:40Z", 1e9), ("2001-09-09T03:46:40+02:00", 1e9), ("2001-09-09 01:46:40", 1e9), (None, None)],
 )
-def test_an_expiry_without_a_zone_is_in_utc(text, seconds):
+def test_an_expiry_without_a_time_zone_is_in_utc(text, seconds):
     credentials = parse_credentials(entry_of("acme", 'tenant = "a"') + (f"expires = {text}\n" if text else ""))
     assert credentials.of_token(TOKENS["acme"]).expires_at_s == seconds
 

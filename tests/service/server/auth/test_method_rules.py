@@ -22,35 +22,34 @@ from .certificates import TOKENS, CredentialFiles
 from .reflected_calls import described_methods, status_of_call
 
 NO_CREDENTIAL = "no credential"
-CALLERS = (
-    NO_CREDENTIAL,
-    *TOKENS,
-)  # acme and globex are tenants, some and every are routers, watcher reads, boss is an admin
+# acme and globex are tenants, some and every are routers, watcher is a reader, boss is an admin.
+CALLERS = (NO_CREDENTIAL, *TOKENS)
 REFUSALS = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 
-# Reflection describes it where grpcio-health-checking is new enough to have it.
-OLD_HEALTH = set() if hasattr(health_pb2, "HealthListRequest") else {"/grpc.health.v1.Health/List"}
-OF_FLEETS = {"/radixkv.v1.FleetService/Route"}  # tests/service/fleet/test_ingress_server.py calls it
+# Methods that reflection does not describe here: old versions of grpcio-health-checking lack Health/List.
+MISSING_METHODS = set() if hasattr(health_pb2, "HealthListRequest") else {"/grpc.health.v1.Health/List"}
+# Methods of a fleet's server only, which tests/service/fleet/test_ingress_server.py calls.
+FLEET_METHODS = {"/radixkv.v1.FleetService/Route"}
 
-_OWN = {"acme", "some", "every"}  # those who may act for the tenant acme
-_ALL = set(TOKENS) - {"watcher", "boss"}  # operators have another port
-# Who may call what on the port of requests, written out: with the tenant acme in the message if it has one.
-REQUESTS = {
-    "radixkv.v1.PrefillService/Prefill": _OWN,
-    "radixkv.v1.PrefillService/Generate": _OWN,
-    "radixkv.v1.PrefillService/Probe": _OWN,
-    "radixkv.v1.PrefillService/Release": _OWN,
-    "radixkv.v1.PrefillService/Renew": _OWN,
-    "radixkv.v1.PrefillService/FetchKV": _OWN,
-    "radixkv.v1.CacheService/Stats": _OWN,
-    "radixkv.v1.CacheService/Statement": _OWN,
-    "radixkv.v1.CacheService/Diagnose": _OWN,
-    "radixkv.v1.CacheService/Retain": _OWN,
-    "radixkv.v1.CacheService/Hint": _OWN,
-    "radixkv.v1.CacheService/Explain": _OWN,
-    "radixkv.v1.CacheService/EndSession": _OWN,
-    "radixkv.v1.CacheService/Purge": _OWN,
-    "radixkv.v1.CacheService/ListSegments": _OWN,
+_FOR_ACME = {"acme", "some", "every"}  # may act for the tenant acme
+_NO_OPERATORS = set(TOKENS) - {"watcher", "boss"}  # operators have the admin port
+# The callers that may call each method on the main port, with the tenant acme in the request if it names one.
+ALLOWED_ON_MAIN_PORT = {
+    "radixkv.v1.PrefillService/Prefill": _FOR_ACME,
+    "radixkv.v1.PrefillService/Generate": _FOR_ACME,
+    "radixkv.v1.PrefillService/Probe": _FOR_ACME,
+    "radixkv.v1.PrefillService/Release": _FOR_ACME,
+    "radixkv.v1.PrefillService/Renew": _FOR_ACME,
+    "radixkv.v1.PrefillService/FetchKV": _FOR_ACME,
+    "radixkv.v1.CacheService/Stats": _FOR_ACME,
+    "radixkv.v1.CacheService/Statement": _FOR_ACME,
+    "radixkv.v1.CacheService/Diagnose": _FOR_ACME,
+    "radixkv.v1.CacheService/Retain": _FOR_ACME,
+    "radixkv.v1.CacheService/Hint": _FOR_ACME,
+    "radixkv.v1.CacheService/Explain": _FOR_ACME,
+    "radixkv.v1.CacheService/EndSession": _FOR_ACME,
+    "radixkv.v1.CacheService/Purge": _FOR_ACME,
+    "radixkv.v1.CacheService/ListSegments": _FOR_ACME,
     "radixkv.v1.CacheService/LoadAdapter": set(),
     "radixkv.v1.CacheService/UnloadAdapter": set(),
     "radixkv.v1.CacheService/ListAdapters": set(),
@@ -59,22 +58,22 @@ REQUESTS = {
     "radixkv.v1.CacheService/ListPublicPrefixes": set(),
     "radixkv.v1.CacheService/Drain": set(),
     "radixkv.v1.EventService/Subscribe": {"every"},
-    "radixkv.v1.ModelService/GetTokenizer": _ALL,
-    "vllm.grpc.engine.VllmEngine/Generate": _OWN,  # the gateway's tenant is acme
-    "vllm.grpc.engine.VllmEngine/Abort": _OWN,
+    "radixkv.v1.ModelService/GetTokenizer": _NO_OPERATORS,
+    "vllm.grpc.engine.VllmEngine/Generate": _FOR_ACME,  # the gateway's tenant is acme
+    "vllm.grpc.engine.VllmEngine/Abort": _FOR_ACME,
     "vllm.grpc.engine.VllmEngine/HealthCheck": {NO_CREDENTIAL, *TOKENS},
-    "vllm.grpc.engine.VllmEngine/GetModelInfo": _OWN,
-    "vllm.grpc.engine.VllmEngine/GetServerInfo": _OWN,
-    "vllm.grpc.engine.VllmEngine/GetLoads": _OWN,
-    "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": _OWN,
-    "vllm.grpc.engine.VllmEngine/GetTokenizer": _OWN,
-    "vllm.grpc.engine.VllmEngine/FlushCache": _OWN,
+    "vllm.grpc.engine.VllmEngine/GetModelInfo": _FOR_ACME,
+    "vllm.grpc.engine.VllmEngine/GetServerInfo": _FOR_ACME,
+    "vllm.grpc.engine.VllmEngine/GetLoads": _FOR_ACME,
+    "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": _FOR_ACME,
+    "vllm.grpc.engine.VllmEngine/GetTokenizer": _FOR_ACME,
+    "vllm.grpc.engine.VllmEngine/FlushCache": _FOR_ACME,
     "grpc.health.v1.Health/Check": {NO_CREDENTIAL, *TOKENS},
-    **({} if OLD_HEALTH else {"grpc.health.v1.Health/List": {NO_CREDENTIAL, *TOKENS}}),
+    **({} if MISSING_METHODS else {"grpc.health.v1.Health/List": {NO_CREDENTIAL, *TOKENS}}),
     "grpc.health.v1.Health/Watch": {NO_CREDENTIAL, *TOKENS},
-    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _NO_OPERATORS,
 }
-ADMINS = {
+ALLOWED_ON_ADMIN_PORT = {
     "radixkv.v1.CacheService/Stats": {"watcher", "boss"},
     "radixkv.v1.CacheService/Statement": {"watcher", "boss"},
     "radixkv.v1.CacheService/Diagnose": {"watcher", "boss"},
@@ -92,7 +91,7 @@ ADMINS = {
     "radixkv.v1.CacheService/ListPublicPrefixes": {"watcher", "boss"},
     "radixkv.v1.CacheService/Drain": {"boss"},
     "grpc.health.v1.Health/Check": {NO_CREDENTIAL, *TOKENS},
-    **({} if OLD_HEALTH else {"grpc.health.v1.Health/List": {NO_CREDENTIAL, *TOKENS}}),
+    **({} if MISSING_METHODS else {"grpc.health.v1.Health/List": {NO_CREDENTIAL, *TOKENS}}),
     "grpc.health.v1.Health/Watch": {NO_CREDENTIAL, *TOKENS},
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": {"watcher", "boss"},
 }
@@ -103,21 +102,24 @@ def metadata_of(caller):
 
 
 def request_of(method):
-    """An otherwise empty request that names the tenant acme where it can."""
+    """Return a request that names the tenant acme if it can, and is otherwise empty."""
     request = method.request()
-    for message in (request, *([request.prefill] if method.path.endswith("PrefillService/Generate") else [])):
+    messages = [request]
+    if method.path.endswith("PrefillService/Generate"):
+        messages.append(request.prefill)
+    for message in messages:
         if "tenant" in message.DESCRIPTOR.fields_by_name:
             message.tenant = "acme"
     if method.path.endswith("VllmEngine/Generate"):
-        request.sampling_params.max_tokens = 1  # not as many as fit
+        request.sampling_params.max_tokens = 1  # the default is as many as fit
     return request
 
 
-async def allowed_on(address, credentials, describer):
-    """Return the callers that are not refused, by method."""
+async def allowed_callers(address, credentials, reflection_caller):
+    """Return the callers that are not refused, by method. `reflection_caller` asks which methods there are."""
     allowed = {}
     async with grpc.aio.secure_channel(address, credentials) as channel:
-        for method in await described_methods(channel, metadata_of(describer)):
+        for method in await described_methods(channel, metadata_of(reflection_caller)):
             allowed[method.path[1:]] = {
                 caller
                 for caller in CALLERS
@@ -127,38 +129,39 @@ async def allowed_on(address, credentials, describer):
 
 
 @pytest.fixture(scope="module")
-def walked(tmp_path_factory):
-    """Callers of each method on the port of requests, and on that of admins."""
+def allowed_by_port(tmp_path_factory):
+    """The callers that may call each method, on the main port and on the admin port."""
     credential_files = CredentialFiles(tmp_path_factory.mktemp("credential_files"))
-    whole = Config.load(None, ["gateway.enabled=true", "gateway.tenant=acme"])
+    config = Config.load(None, ["gateway.enabled=true", "gateway.tenant=acme"])
     credentials = grpc.ssl_channel_credentials(credential_files.ca_file.read_bytes())
 
-    async def walk():
+    async def call_all_methods():
         engine = FakeEngine()
         engine.events = FakeSource()
-        services = optional_services(engine, whole)
+        services = optional_services(engine, config)
         async with serving(
             engine, model_path="tiny", services=services, gateway_tenant="acme", admin_port=0, **credential_files.tls
         ) as (server, address):
             return (
-                await allowed_on(address, credentials, "acme"),
-                await allowed_on(server.admin_address, credentials, "boss"),
+                await allowed_callers(address, credentials, "acme"),
+                await allowed_callers(server.admin_address, credentials, "boss"),
             )
 
-    return asyncio.run(asyncio.wait_for(walk(), PATIENCE_S))
+    return asyncio.run(asyncio.wait_for(call_all_methods(), PATIENCE_S))
 
 
-def test_reflected_methods_and_rules_are_the_same(walked):
-    assert {f"/{name}" for name in walked[0]} == set(RULES) - OF_FLEETS - OLD_HEALTH
-    assert {f"/{name}" for name in walked[1]} <= set(RULES)
+def test_each_method_that_reflection_describes_has_a_rule_and_vice_versa(allowed_by_port):
+    on_main_port, on_admin_port = allowed_by_port
+    assert {f"/{name}" for name in on_main_port} == set(RULES) - FLEET_METHODS - MISSING_METHODS
+    assert {f"/{name}" for name in on_admin_port} <= set(RULES)
 
 
-def test_each_caller_may_call_the_methods_listed_here_on_the_main_port(walked):
-    assert walked[0] == REQUESTS
+def test_each_caller_may_call_the_methods_listed_here_on_the_main_port(allowed_by_port):
+    assert allowed_by_port[0] == ALLOWED_ON_MAIN_PORT
 
 
-def test_each_caller_may_call_the_methods_listed_here_on_the_admin_port(walked):
-    assert walked[1] == ADMINS
+def test_each_caller_may_call_the_methods_listed_here_on_the_admin_port(allowed_by_port):
+    assert allowed_by_port[1] == ALLOWED_ON_ADMIN_PORT
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,11 @@ def file(tmp_path):
     return path
 
 
-def reloaded(file, clock, reads=None, errors=()):
+def make_reloaded(file, clock, reads=None, errors=()):
+    """Return the reloaded text of a file.
+
+    Each read adds an item to `reads`. The reads after the first one raise one of `errors` each, until all were raised.
+    """
     errors = iter(errors)
 
     def read():
@@ -39,7 +43,7 @@ def reloaded(file, clock, reads=None, errors=()):
 
 def test_a_changed_file_is_read_at_the_next_check_and_an_unchanged_one_never_again(file):
     clock, reads = FakeClock(), []
-    words = reloaded(file, clock, reads)
+    words = make_reloaded(file, clock, reads)
     file.write_text("second")
     assert words.get() == "first"
     words.check()
@@ -50,7 +54,7 @@ def test_a_changed_file_is_read_at_the_next_check_and_an_unchanged_one_never_aga
 
 def test_a_file_that_replaces_another_is_read(file):
     clock = FakeClock()
-    words = reloaded(file, clock)
+    words = make_reloaded(file, clock)
     other = file.with_name("other")
     other.write_text("other")
     other.replace(file)
@@ -61,7 +65,7 @@ def test_a_file_that_replaces_another_is_read(file):
 def test_a_broken_or_missing_file_leaves_the_old_value_and_is_logged_once(file, caplog):
     caplog.set_level(logging.ERROR)
     clock = FakeClock()
-    words = reloaded(file, clock)
+    words = make_reloaded(file, clock)
     file.unlink()
     for _ in range(3):
         words.check()
@@ -87,7 +91,7 @@ def test_a_broken_or_missing_file_leaves_the_old_value_and_is_logged_once(file, 
 )
 def test_an_invalid_file_is_read_again_at_each_check_and_logged_once_per_change(file, caplog, error):
     clock, reads = FakeClock(), []
-    words = reloaded(file, clock, reads, [error, error])
+    words = make_reloaded(file, clock, reads, [error, error])
     file.write_text("the second")
     for expected in ("first", "first", "the second", "the second"):
         words.check()
@@ -100,7 +104,7 @@ def test_an_invalid_file_is_read_again_at_each_check_and_logged_once_per_change(
 
 def test_another_invalid_change_is_logged_again(file, caplog):
     clock = FakeClock()
-    words = reloaded(file, clock, [], [ValueError(), ValueError()])
+    words = make_reloaded(file, clock, [], [ValueError(), ValueError()])
     for text in ("the second", "another third"):
         file.write_text(text)
         words.check()
@@ -111,7 +115,7 @@ def test_another_invalid_change_is_logged_again(file, caplog):
 def test_a_file_that_is_broken_at_start_is_an_error(file):
     file.write_text("")
     with pytest.raises(ConfigError, match="expected text"):
-        reloaded(file, FakeClock())
+        make_reloaded(file, FakeClock())
 
 
 def test_a_thread_checks_the_files_until_nothing_uses_the_value(file, monkeypatch):

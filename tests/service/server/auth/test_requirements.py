@@ -47,8 +47,8 @@ def test_a_server_on_the_loopback_of_a_container_logs_how_to_admit_other_clients
     if is_in_container:
         mark.touch()
     require_secure(ServerConfig(host=host, insecure=host == "0.0.0.0"), [tmp_path / "other", mark])
-    says = "add --host 0.0.0.0 --insecure" in caplog.text
-    assert says is (host == "127.0.0.1" and is_in_container)
+    has_hint = "add --host 0.0.0.0 --insecure" in caplog.text
+    assert has_hint is (host == "127.0.0.1" and is_in_container)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
@@ -63,7 +63,7 @@ def test_behind_a_proxy_that_terminates_tls_tokens_are_still_required(credential
 
 
 @pytest.mark.parametrize(
-    ("left", "message"),
+    ("keys", "message"),
     [
         ({"tls_certificate", "tokens_file"}, r"server\.tls_certificate, tls_key: each requires the other"),
         ({"tls_key"}, r"server\.tls_certificate, tls_key: each requires the other"),
@@ -71,9 +71,9 @@ def test_behind_a_proxy_that_terminates_tls_tokens_are_still_required(credential
         ({"client_ca", "tls_certificate", "tls_key"}, r"server\.client_ca: requires server\.tokens_file"),
     ],
 )
-def test_keys_that_require_others_are_refused_alone(credential_files, left, message):
+def test_keys_are_refused_without_the_keys_that_they_require(credential_files, keys, message):
     with pytest.raises(ConfigError, match=message):
-        require_secure(ServerConfig(**{key: credential_files.mutual_tls[key] for key in left}))
+        require_secure(ServerConfig(**{key: credential_files.mutual_tls[key] for key in keys}))
 
 
 def test_files_are_read_before_a_model_is_loaded(credential_files, tmp_path):

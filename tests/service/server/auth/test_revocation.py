@@ -23,10 +23,10 @@ class Credential:
         if self.is_revoked:
             raise InvalidCredential("authorization: expected a token of this service, got another")
 
-    async def checked(self) -> None:
-        """Wait for two more checks, or for one that refuses."""
-        end = self.num_checks + 2 - self.is_revoked
-        while self.num_checks < end:
+    async def wait_for_checks(self) -> None:
+        """Wait for two more checks. If the credential is revoked, wait for one, because a refusal is the last check."""
+        num_expected = self.num_checks + (1 if self.is_revoked else 2)
+        while self.num_checks < num_expected:
             await asyncio.sleep(0.001)
 
 
@@ -54,7 +54,7 @@ def test_a_stream_that_waits_is_interrupted() -> None:
         responses = responses_of(credential, lambda: asyncio.get_running_loop().create_future())
         assert await anext(responses) == 0
         waiting = asyncio.ensure_future(anext(responses))
-        await credential.checked()
+        await credential.wait_for_checks()
         assert not waiting.done()
         credential.is_revoked = True
         with pytest.raises(InvalidCredential):
@@ -69,7 +69,7 @@ def test_a_write_of_grpc_is_not_interrupted_and_the_refusal_follows_it() -> None
         responses = responses_of(credential, lambda: asyncio.sleep(0))  # type: ignore[arg-type,return-value]
         assert await anext(responses) == 0
         credential.is_revoked = True
-        await credential.checked()  # as long as gRPC writes; no CancelledError reaches it
+        await credential.wait_for_checks()  # gRPC is still writing, and no CancelledError may interrupt that
         with pytest.raises(InvalidCredential):
             await anext(responses)
 
@@ -82,7 +82,7 @@ def test_a_stream_that_is_closed_during_a_write_raises_nothing() -> None:
         responses = responses_of(credential, lambda: asyncio.get_running_loop().create_future())
         assert await anext(responses) == 0
         credential.is_revoked = True
-        await credential.checked()
+        await credential.wait_for_checks()
         await responses.aclose()
         num_checks = credential.num_checks
         await asyncio.sleep(0.01)

@@ -24,40 +24,42 @@ async def codes_of(*calls):
 
 
 def run(talk, **config):
-    async def both():
+    """Return the result of `talk(address, server)` with a running server."""
+
+    async def serve_and_talk():
         async with serving(FakeEngine(), **config) as (server, address):
             return await asyncio.wait_for(talk(address, server), PATIENCE_S)
 
-    return asyncio.run(both())
+    return asyncio.run(serve_and_talk())
 
 
-def test_with_a_port_of_their_own_calls_of_admins_are_refused_on_the_other_also_without_credentials():
+def test_with_an_admin_port_the_main_port_refuses_calls_of_admins_even_if_there_are_no_credentials():
     async def talk(address, server):
-        async with AsyncClient(address) as first, AsyncClient(server.admin_address) as second:
-            refused = await codes_of(first.drain(), first.stats(), first.purge(everything=True))
-            await first.prefill([1, 2], tenant="anybody")
-            await second.stats()
-            await second.purge(everything=True)
-            return refused, await codes_of(second.prefill([1, 2]))
+        async with AsyncClient(address) as main, AsyncClient(server.admin_address) as admin:
+            refused = await codes_of(main.drain(), main.stats(), main.purge(everything=True))
+            await main.prefill([1, 2], tenant="anybody")
+            await admin.stats()
+            await admin.purge(everything=True)
+            return refused, await codes_of(admin.prefill([1, 2]))
 
     denied = grpc.StatusCode.PERMISSION_DENIED
     assert run(talk, admin_port=0) == ([denied] * 3, [grpc.StatusCode.UNIMPLEMENTED])
 
 
-def test_an_admin_is_refused_on_the_port_of_requests_and_others_on_that_of_admins(credential_files):
+def test_an_admin_is_refused_on_the_main_port_and_a_tenant_on_the_admin_port(credential_files):
     async def talk(address, server):
         async with (
-            AsyncClient(address, **credential_files.client("boss")) as wrong,
-            AsyncClient(server.admin_address, **credential_files.client("acme")) as other_wrong,
-            AsyncClient(server.admin_address, **credential_files.client("boss")) as right,
+            AsyncClient(address, **credential_files.client("boss")) as boss_on_main_port,
+            AsyncClient(server.admin_address, **credential_files.client("acme")) as acme_on_admin_port,
+            AsyncClient(server.admin_address, **credential_files.client("boss")) as boss_on_admin_port,
         ):
-            await right.purge(everything=True)
-            return await codes_of(wrong.prefill([1, 2]), other_wrong.stats())
+            await boss_on_admin_port.purge(everything=True)
+            return await codes_of(boss_on_main_port.prefill([1, 2]), acme_on_admin_port.stats())
 
     assert run(talk, admin_port=0, **credential_files.tls) == [grpc.StatusCode.PERMISSION_DENIED] * 2
 
 
-def test_without_a_port_for_admins_anyone_may_do_everything_when_there_are_no_credentials():
+def test_without_credentials_and_without_an_admin_port_anyone_may_do_everything():
     async def talk(address, server):
         assert server.admin_address is None
         async with AsyncClient(address) as client:
@@ -71,7 +73,7 @@ def test_without_a_port_for_admins_anyone_may_do_everything_when_there_are_no_cr
 def test_a_drain_ends_both_ports(credential_files):
     async def talk(address, server):
         await server.drain()
-        async with AsyncClient(address) as first, AsyncClient(server.admin_address) as second:
-            return await codes_of(first.prefill([1, 2]), second.stats())
+        async with AsyncClient(address) as main, AsyncClient(server.admin_address) as admin:
+            return await codes_of(main.prefill([1, 2]), admin.stats())
 
     assert run(talk, admin_port=0) == [grpc.StatusCode.UNAVAILABLE] * 2

@@ -1,6 +1,7 @@
 """TLS and mutual TLS over real connections, and certificates and tokens that change while a stream runs."""
 
 import asyncio
+import contextlib
 import logging
 import ssl
 
@@ -20,7 +21,7 @@ from tests.patience import PATIENCE_S, wait_until
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import becomes_true, refusal_of, serving
 
-from .certificates import FILE, CredentialFiles, entry_of, entry_of_certificate
+from .certificates import ALL_ENTRIES, CredentialFiles, entry_of, entry_of_certificate
 
 
 @pytest.fixture
@@ -29,15 +30,15 @@ def credential_files(tmp_path):
 
 
 @pytest.fixture
-def looks_always(monkeypatch):
-    """Files and streams are checked a hundred times per second, not once."""
+def checks_often(monkeypatch):
+    """Files and streams are checked a hundred times per second, instead of once."""
     monkeypatch.setattr(reloaded_files, "PERIOD_S", 0.01)
     monkeypatch.setattr(revocation, "PERIOD_S", 0.01)
 
 
-async def result_of(address, **access):
-    """OK, or the status of a refusal."""
-    async with AsyncClient(address, timeout_s=PATIENCE_S, **access) as client:
+async def prefill_status(address, **credentials):
+    """Return OK, or the status of a refusal."""
+    async with AsyncClient(address, timeout_s=PATIENCE_S, **credentials) as client:
         try:
             await client.prefill([1, 2])
         except grpc.aio.AioRpcError as error:
@@ -55,8 +56,8 @@ def test_a_certificate_of_another_authority_is_not_trusted_by_a_client(credentia
 
     async def run():
         async with serving(FakeEngine(), **credential_files.tls) as (_, address):
-            access = credential_files.client("acme")
-            return await result_of(address, **access), await result_of(address, **{**access, "tls_ca": other})
+            acme = credential_files.client("acme")
+            return await prefill_status(address, **acme), await prefill_status(address, **{**acme, "tls_ca": other})
 
     assert asyncio.run(run()) == (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)
 
@@ -64,7 +65,7 @@ def test_a_certificate_of_another_authority_is_not_trusted_by_a_client(credentia
 def test_a_client_without_tls_is_not_understood(credential_files):
     async def run():
         async with serving(FakeEngine(), **credential_files.tls) as (_, address):
-            return await result_of(address)
+            return await prefill_status(address)
 
     assert asyncio.run(run()) is grpc.StatusCode.UNAVAILABLE
 
@@ -72,23 +73,20 @@ def test_a_client_without_tls_is_not_understood(credential_files):
 def test_a_certificate_identifies_the_caller_by_common_or_alternative_name(credential_files):
     tenant = 'role = "tenant"\ntenant = "acme"'
     credential_files.write_tokens(
-        FILE + entry_of_certificate("worker 7", tenant) + entry_of_certificate("w8.example", tenant)
+        ALL_ENTRIES + entry_of_certificate("worker 7", tenant) + entry_of_certificate("w8.example", tenant)
     )
+    issue = credential_files.issue_certificate
+    common_name = issue("worker 7")
+    alternative_name = issue("w8.example", alternative="w8.example")
+    unknown_name = issue("stranger")
+    names_of_two_callers = issue("two", alternative="w8.example", common_name="worker 7")
+    unknown_name_with_token = {**issue("stranger"), **credential_files.client("globex")}
+    clients = (common_name, alternative_name, unknown_name, names_of_two_callers, unknown_name_with_token)
     engine = FakeEngine()
 
     async def run():
         async with serving(engine, **credential_files.mutual_tls) as (_, address):
-            return [
-                await result_of(address, **credential_files.caller("worker 7")),
-                await result_of(address, **credential_files.caller("w8.example", alternative="w8.example")),
-                await result_of(address, **credential_files.caller("stranger")),
-                await result_of(
-                    address, **credential_files.caller("two", alternative="w8.example", common_name="worker 7")
-                ),
-                await result_of(
-                    address, **{**credential_files.caller("stranger"), **credential_files.client("globex")}
-                ),
-            ]
+            return [await prefill_status(address, **client) for client in clients]
 
     unauthenticated = grpc.StatusCode.UNAUTHENTICATED
     ok = grpc.StatusCode.OK
@@ -97,21 +95,21 @@ def test_a_certificate_identifies_the_caller_by_common_or_alternative_name(crede
 
 
 def test_mutual_tls_refuses_no_certificate_one_of_another_authority_and_one_that_has_expired(credential_files):
-    credential_files.write_tokens(FILE + entry_of_certificate("a", 'role = "admin"'))
+    credential_files.write_tokens(ALL_ENTRIES + entry_of_certificate("a", 'role = "admin"'))
 
     async def run():
         async with serving(FakeEngine(), **credential_files.mutual_tls) as (_, address):
             return {
-                await result_of(address, **credential_files.client("acme")),
-                await result_of(address, **credential_files.caller("a", trustme.CA())),
-                await result_of(address, **credential_files.caller("a", is_expired=True)),
+                await prefill_status(address, **credential_files.client("acme")),
+                await prefill_status(address, **credential_files.issue_certificate("a", trustme.CA())),
+                await prefill_status(address, **credential_files.issue_certificate("a", is_expired=True)),
             }
 
     assert asyncio.run(run()) == {grpc.StatusCode.UNAVAILABLE}
 
 
 def test_changed_certificates_apply_to_new_connections_and_a_running_stream_continues(
-    credential_files, looks_always, caplog
+    credential_files, checks_often, caplog
 ):
     caplog.set_level(logging.INFO)
     engine = FakeEngine(is_gated=True)
@@ -130,17 +128,17 @@ def test_changed_certificates_apply_to_new_connections_and_a_running_stream_cont
             changed = {**credential_files.client("acme"), "tls_ca": credential_files.folder / "new_ca.pem"}
             async with AsyncClient(address, timeout_s=PATIENCE_S, **changed) as new:
                 assert (await new.probe([1, 2])).prompt_tokens == 2
-            async with AsyncClient(address, timeout_s=PATIENCE_S, **credential_files.client("acme")) as late:
-                assert (await refusal_of(late.probe([1, 2]))).code() is grpc.StatusCode.UNAVAILABLE
+            async with AsyncClient(address, timeout_s=PATIENCE_S, **credential_files.client("acme")) as outdated:
+                assert (await refusal_of(outdated.probe([1, 2]))).code() is grpc.StatusCode.UNAVAILABLE
             engine.open_gate()
-            rest = [response async for response in stream]
-            return len(first.token_ids) + sum(len(each.token_ids) for each in rest), rest[-1].finished
+            later = [response async for response in stream]
+            return len(first.token_ids) + sum(len(each.token_ids) for each in later), later[-1].finished
 
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == (4, True)
 
 
 def test_a_removed_token_is_refused_in_calls_and_streams_and_other_tenants_continue(
-    credential_files, looks_always, caplog
+    credential_files, checks_often, caplog
 ):
     caplog.set_level(logging.INFO)
     engine = FakeEngine(is_gated=True)
@@ -161,8 +159,8 @@ def test_a_removed_token_is_refused_in_calls_and_streams_and_other_tenants_conti
             assert await becomes_true(lambda: "the changed files cannot be used" in caplog.text)
             assert (await globex.probe([1, 2])).prompt_tokens == 2
             engine.open_gate()
-            rest = [response async for response in stream]
-            return len(first.token_ids) + sum(len(each.token_ids) for each in rest)
+            later = [response async for response in stream]
+            return len(first.token_ids) + sum(len(each.token_ids) for each in later)
 
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == 4
     assert "credentials: reloaded" in caplog.text
@@ -180,15 +178,12 @@ def test_a_removed_token_is_refused_in_calls_and_streams_and_other_tenants_conti
     ],
     ids=["tenant", "role", "expiry", "removal"],
 )
-def test_a_stream_ends_when_its_credential_loses_the_right_to_it(credential_files, looks_always, entry, code):
-    engine, kinds = FakeEngine(is_gated=True), []
+def test_a_stream_ends_when_its_credential_loses_the_right_to_it(credential_files, checks_often, entry, code):
+    engine, refusals = FakeEngine(is_gated=True), []
 
     async def run():
         async with (
-            serving(engine, **credential_files.tls, count_refusal=lambda error: kinds.append(type(error))) as (
-                _,
-                address,
-            ),
+            serving(engine, **credential_files.tls, count_refusal=refusals.append) as (_, address),
             AsyncClient(address, **credential_files.client("acme")) as acme,
         ):
             stream = acme.generate([1, 2], max_new_tokens=4)
@@ -197,10 +192,10 @@ def test_a_stream_ends_when_its_credential_loses_the_right_to_it(credential_file
             return (await refusal_of(last_of(stream))).code()
 
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) is code
-    assert len(kinds) == 1
+    assert len(refusals) == 1
 
 
-def test_a_stream_continues_when_its_credential_changes_in_other_ways(credential_files, looks_always, caplog):
+def test_a_stream_continues_when_its_credential_changes_in_other_ways(credential_files, checks_often, caplog):
     caplog.set_level(logging.INFO)
     engine = FakeEngine(is_gated=True)
 
@@ -220,7 +215,7 @@ def test_a_stream_continues_when_its_credential_changes_in_other_ways(credential
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
-def test_the_events_of_a_router_end_with_its_credential(credential_files, looks_always):
+def test_the_events_of_a_router_end_with_its_credential(credential_files, checks_often):
     engine = FakeEngine()
     engine.events = FakeSource()
 
@@ -239,20 +234,21 @@ def test_the_events_of_a_router_end_with_its_credential(credential_files, looks_
 
 def test_only_an_admin_may_ask_for_the_physical_ids_of_blocks(credential_files):
     async def run():
-        codes = []
-        async with serving(FakeEngine(), **credential_files.tls) as (_, address):
-            for name in ("acme", "every", "boss"):
-                async with AsyncClient(address, timeout_s=PATIENCE_S, **credential_files.client(name)) as client:
-                    call = client.prefill([1, 2], tenant="acme", hold_lease=True, return_block_table=True)
-                    codes.append((await refusal_of(call)).code() if name != "boss" else len((await call).block_table))
-        return codes
+        async with serving(FakeEngine(), **credential_files.tls) as (_, address), contextlib.AsyncExitStack() as stack:
 
-    denied = grpc.StatusCode.PERMISSION_DENIED
-    assert asyncio.run(run()) == [denied, denied, 1]
+            async def prefill_by(name):
+                client = AsyncClient(address, timeout_s=PATIENCE_S, **credential_files.client(name))
+                await stack.enter_async_context(client)
+                return await client.prefill([1, 2], tenant="acme", hold_lease=True, return_block_table=True)
+
+            codes = [(await refusal_of(prefill_by(name))).code() for name in ("acme", "every")]
+            return codes, len((await prefill_by("boss")).block_table)
+
+    assert asyncio.run(run()) == ([grpc.StatusCode.PERMISSION_DENIED] * 2, 1)
 
 
 def test_a_key_of_another_certificate_is_refused_at_start_and_later_leaves_the_old_pair(
-    credential_files, looks_always, caplog
+    credential_files, checks_often, caplog
 ):
     tls = Tls(ServerConfig(**credential_files.tls))
     before = tls.https()

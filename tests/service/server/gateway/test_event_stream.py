@@ -25,8 +25,8 @@ class EngineWithEvents(FakeEngine):
         self.events = FakeSource(**options)
 
 
-def talking(talk, engine=None):
-    """Run `talk(subscribe, source, server)`; `subscribe` begins a stream."""
+def run_with_server(talk, engine=None):
+    """Return the result of `talk(subscribe, source, server)` with a running server; `subscribe` begins a stream."""
     engine = EngineWithEvents() if engine is None else engine
 
     async def run():
@@ -55,6 +55,7 @@ async def next_batch(call):
 
 
 def stored(message):
+    """Return the events of a batch that report stored blocks."""
     return [event.stored for event in message.events if event.HasField("stored")]
 
 
@@ -64,7 +65,7 @@ def test_a_gateway_without_a_sequence_number_first_gets_a_snapshot():
         source.store(*range(4), 7, 7, 7, 7)
         return await next_batch(subscribe()), source.log.last
 
-    snapshot, last = talking(talk)
+    snapshot, last = run_with_server(talk)
     assert (snapshot.sequence_number, snapshot.dp_rank, snapshot.snapshot.blocks) == (last, 0, 3)
     assert snapshot.events[0].WhichOneof("data") == "cleared"
     blocks = [block for each in stored(snapshot) for block in each.blocks]
@@ -74,7 +75,7 @@ def test_a_gateway_without_a_sequence_number_first_gets_a_snapshot():
 
 
 def test_an_empty_cache_has_a_snapshot_as_well():
-    empty = talking(lambda subscribe, *_: next_batch(subscribe()))
+    empty = run_with_server(lambda subscribe, *_: next_batch(subscribe()))
     assert [event.WhichOneof("data") for event in empty.events] == ["cleared"]
     assert (empty.snapshot.index, empty.snapshot.count, empty.snapshot.blocks) == (0, 1, 0)
 
@@ -82,23 +83,24 @@ def test_an_empty_cache_has_a_snapshot_as_well():
 def test_changes_follow_one_by_one_with_parents_before_children():
     async def talk(subscribe, source, _):
         call = subscribe()
-        first = await next_batch(call)
+        snapshot = await next_batch(call)
         source.store(*range(8))
-        more = await next_batch(call)
+        two_blocks = await next_batch(call)
         source.store(*range(12))
-        grown = await next_batch(call)
+        third_block = await next_batch(call)
         source.evict(1)
-        return first, more, grown, await next_batch(call)
+        return snapshot, two_blocks, third_block, await next_batch(call)
 
-    first, more, grown, removed = talking(talk)
-    assert [each.sequence_number - first.sequence_number for each in (more, grown, removed)] == [1, 2, 3]
-    assert [event.event_id for each in (first, more, grown, removed) for event in each.events] == [1, 2, 3, 4]
-    (begin,), (end,) = stored(more), stored(grown)
-    assert not begin.HasField("parent_block_hash")
-    assert end.parent_block_hash == begin.blocks[-1].block_hash
-    assert list(end.blocks[0].token_ids) == [8, 9, 10, 11]
-    assert list(removed.events[0].removed.block_hashes) == [end.blocks[0].block_hash]
-    assert not any(each.HasField("snapshot") for each in (more, grown, removed))
+    snapshot, two_blocks, third_block, removed = run_with_server(talk)
+    changes = (two_blocks, third_block, removed)
+    assert [each.sequence_number - snapshot.sequence_number for each in changes] == [1, 2, 3]
+    assert [event.event_id for each in (snapshot, *changes) for event in each.events] == [1, 2, 3, 4]
+    (parent,), (child,) = stored(two_blocks), stored(third_block)
+    assert not parent.HasField("parent_block_hash")
+    assert child.parent_block_hash == parent.blocks[-1].block_hash
+    assert list(child.blocks[0].token_ids) == [8, 9, 10, 11]
+    assert list(removed.events[0].removed.block_hashes) == [child.blocks[0].block_hash]
+    assert not any(each.HasField("snapshot") for each in changes)
 
 
 def test_a_batch_with_only_events_of_other_namespaces_is_sent_without_events():
@@ -110,7 +112,7 @@ def test_a_batch_with_only_events_of_other_namespaces_is_sent_without_events():
         source.store(*range(8))
         return hidden, await next_batch(call)
 
-    hidden, shown = talking(talk)
+    hidden, shown = run_with_server(talk)
     assert list(hidden.events) == []
     assert shown.sequence_number == hidden.sequence_number + 1
     assert [len(each.blocks) for each in stored(shown)] == [2]
@@ -122,7 +124,7 @@ def test_other_namespaces_are_not_in_a_snapshot():
         source.store(*range(4))
         return await next_batch(subscribe())
 
-    assert [len(each.blocks) for each in stored(talking(talk))] == [1]
+    assert [len(each.blocks) for each in stored(run_with_server(talk))] == [1]
 
 
 def test_a_gateway_that_reconnects_continues_after_its_sequence_number():
@@ -132,7 +134,7 @@ def test_a_gateway_that_reconnects_continues_after_its_sequence_number():
             source.store(*range(100 * start, 100 * start + 4))
         return await next_batch(subscribe(source.log.last - 1)), source.log.last
 
-    batch, last = talking(talk)
+    batch, last = run_with_server(talk)
     assert (batch.sequence_number, batch.HasField("snapshot")) == (last, False)
     assert list(stored(batch)[0].blocks[0].token_ids) == [200, 201, 202, 203]
 
@@ -144,20 +146,20 @@ def test_an_unknown_sequence_number_is_refused_before_metadata(number):
         refusal = await refusal_of(call.read())
         return refusal.code(), refusal.details(), await call.initial_metadata()
 
-    code, details, metadata = talking(talk)
+    code, details, metadata = run_with_server(talk)
     assert code is grpc.StatusCode.OUT_OF_RANGE
     assert details.startswith("start_sequence_number: expected 0, or ")
     assert dict(metadata) == {}, "a status with metadata before it is a broken stream to the gateway"
 
 
-def test_metadata_arrive_at_once_even_without_events():
+def test_metadata_arrives_at_once_even_without_events():
     async def talk(subscribe, source, _):
         source.switch_on()
         call = subscribe(source.log.last)
         await call.initial_metadata()
         return not call.done()
 
-    assert talking(talk)
+    assert run_with_server(talk)
 
 
 def test_the_stream_of_a_gateway_that_falls_behind_ends_with_data_loss():
@@ -173,7 +175,7 @@ def test_the_stream_of_a_gateway_that_falls_behind_ends_with_data_loss():
 
         return (await refusal_of(read_to_the_end())).code(), (await next_batch(subscribe())).snapshot.blocks
 
-    assert talking(talk, EngineWithEvents(max_batches=4)) == (grpc.StatusCode.DATA_LOSS, 100)
+    assert run_with_server(talk, EngineWithEvents(max_batches=4)) == (grpc.StatusCode.DATA_LOSS, 100)
 
 
 def test_load_records_have_the_sequence_number_of_the_last_batch(monkeypatch):
@@ -184,7 +186,7 @@ def test_load_records_have_the_sequence_number_of_the_last_batch(monkeypatch):
         batch = await next_batch(call)
         return batch, [await call.read() for _ in range(3)]
 
-    batch, loads = talking(talk)
+    batch, loads = run_with_server(talk)
     assert {each.sequence_number for each in loads} == {batch.sequence_number}
     samples = [each.load.sample for each in loads]
     assert samples == list(range(samples[0], samples[0] + 3))
@@ -200,7 +202,7 @@ def test_a_load_record_precedes_the_first_batch_only_on_request(load_first):
             source.store(*range(4))
         return await call.read()
 
-    message = talking(talk)
+    message = run_with_server(talk)
     assert message.HasField("load") is load_first
     assert (message.sequence_number == 0) is load_first
 
@@ -212,7 +214,7 @@ def test_a_drain_ends_the_stream_and_does_not_wait_for_it():
         is_clean = await server.drain()
         return is_clean, (await refusal_of(next_batch(call))).code()
 
-    assert talking(talk) == (True, grpc.StatusCode.UNAVAILABLE)
+    assert run_with_server(talk) == (True, grpc.StatusCode.UNAVAILABLE)
 
 
 def test_a_gateway_that_disconnects_is_no_longer_a_reader():
@@ -225,7 +227,7 @@ def test_a_gateway_that_disconnects_is_no_longer_a_reader():
         call.cancel()
         return before, await becomes_true(lambda: engine.events.num_readers == 0)
 
-    assert talking(talk, engine) == (1, True)
+    assert run_with_server(talk, engine) == (1, True)
 
 
 def test_events_are_sent_while_the_engine_refuses_calls(monkeypatch):
@@ -242,7 +244,7 @@ def test_events_are_sent_while_the_engine_refuses_calls(monkeypatch):
         source.store(*range(4))
         return await next_batch(call)
 
-    assert len(stored(talking(talk, engine))) == 1
+    assert len(stored(run_with_server(talk, engine))) == 1
 
 
 def test_an_engine_without_a_log_has_no_events():
@@ -250,7 +252,7 @@ def test_an_engine_without_a_log_has_no_events():
         with contextlib.suppress(StopAsyncIteration):
             return (await refusal_of(subscribe().read())).code()
 
-    assert talking(talk, FakeEngine()) is grpc.StatusCode.UNIMPLEMENTED
+    assert run_with_server(talk, FakeEngine()) is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_signed_block_hashes_have_the_bits_of_the_unsigned_ones():
@@ -265,7 +267,7 @@ def test_signed_block_hashes_have_the_bits_of_the_unsigned_ones():
 
 def test_the_gateway_gets_events_of_the_device_only():
     hashes = np.array([1], "<u8").tobytes()
-    in_a_store = BlocksStored(None, hashes, b"", BLOCK_SIZE, "", "host"), BlocksRemoved(hashes, "", "host")
-    removed = BlocksRemoved(hashes, "")
-    message = event_stream.batch_message(EventBatch(1, 0.0, (*in_a_store, removed)), iter([1, 2, 3]))
+    of_a_store = BlocksStored(None, hashes, b"", BLOCK_SIZE, "", "host"), BlocksRemoved(hashes, "", "host")
+    of_the_device = BlocksRemoved(hashes, "")
+    message = event_stream.batch_message(EventBatch(1, 0.0, (*of_a_store, of_the_device)), iter([1, 2, 3]))
     assert [event.WhichOneof("data") for event in message.events] == ["removed"]

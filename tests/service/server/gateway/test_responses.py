@@ -16,7 +16,7 @@ from radixkv.service.server.gateway.responses import (
     chunk_response,
     complete_response,
 )
-from radixkv.service.server.servicers.response_writer import ResponseWriter
+from radixkv.service.server.servicers.response_writer import PIECE_LOGPROBS, ResponseWriter
 
 USAGE = Usage(10, 6, 4, 4, 3)
 LOGPROBS = tuple(TokenLogprobs(-0.5 * token, ((token, -0.5), (9, -1.5))) for token in (1, 2, 3))
@@ -26,9 +26,14 @@ def result(reason=FinishReason.LENGTH):
     return GenerateResult("r", USAGE, (1, 2, 3), reason, MissReason.NONE, Timing(1, 2, 3, 6), None)
 
 
-def sent(response, logprobs=(), prompt=(), prompt_logprobs=()):
+def with_logprobs(response, logprobs=(), prompt=(), prompt_logprobs=()):
+    """Return a response with log probabilities: a message if they are few, and the bytes of one if they are many."""
     tokens = np.array(prompt, "<u4").tobytes()
     return asyncio.run(add_logprobs(ResponseWriter(), response, logprobs, tokens, prompt_logprobs))
+
+
+def as_message(written, message_class):
+    return message_class.FromString(written) if isinstance(written, bytes) else written
 
 
 def test_a_chunk_counts_its_own_tokens():
@@ -37,15 +42,15 @@ def test_a_chunk_counts_its_own_tokens():
     assert (chunk.cached_tokens, chunk.index, chunk.HasField("output_logprobs")) == (6, 2, False)
 
 
-def test_a_whole_answer():
+def test_a_whole_answer_has_all_tokens_and_counts():
     complete = complete_response(result(), 0, 1).complete
     assert (list(complete.output_ids), complete.finish_reason, complete.index) == ([1, 2, 3], "length", 1)
     assert (complete.prompt_tokens, complete.completion_tokens, complete.cached_tokens) == (10, 3, 6)
     assert complete.WhichOneof("matched_stop") is None
 
 
-def test_the_rest_of_an_answer():
-    complete = sent(complete_response(result(), 2, 0), LOGPROBS[2:]).complete
+def test_a_final_response_has_only_the_tokens_that_were_not_sent_before():
+    complete = with_logprobs(complete_response(result(), 2, 0), LOGPROBS[2:]).complete
     assert (list(complete.output_ids), complete.completion_tokens) == ([3], 1)
     assert list(complete.output_logprobs.token_ids) == [3]
 
@@ -64,9 +69,9 @@ def test_a_stop_that_was_sent_before_names_its_token_or_its_string():
 
 
 @pytest.mark.parametrize("top", [0, 2])
-def test_a_row_of_logprobs_for_each_token(top):
+def test_each_token_has_a_row_of_logprobs(top):
     rows = tuple(TokenLogprobs(each.logprob, each.top[:top]) for each in LOGPROBS)
-    logprobs = sent(complete_response(result(), 0, 0), rows).complete.output_logprobs
+    logprobs = with_logprobs(complete_response(result(), 0, 0), rows).complete.output_logprobs
     assert (list(logprobs.token_logprobs), list(logprobs.token_ids)) == ([-0.5, -1.0, -1.5], [1, 2, 3])
     assert [list(row.token_ids) for row in logprobs.top_logprobs] == [[1, 9][:top], [2, 9][:top], [3, 9][:top]]
     assert [list(row.values) for row in logprobs.top_logprobs] == [[-0.5, -1.5][:top]] * 3
@@ -82,9 +87,9 @@ def test_an_aborted_answer_has_no_tokens():
 @pytest.mark.parametrize("is_chunk", [False, True])
 def test_rows_of_a_prompt_are_the_same_however_many_they_are(is_chunk, num_rows):
     rows = tuple(TokenLogprobs(-0.5 * number, ((number, -0.5), (9, -1.5))) for number in range(num_rows))
-    alone = chunk_response([4, 5], USAGE, 2) if is_chunk else complete_response(result(), 0, 2, "end")
-    expected = type(alone)()
-    expected.CopyFrom(alone)
+    response = chunk_response([4, 5], USAGE, 2) if is_chunk else complete_response(result(), 0, 2, "end")
+    expected = type(response)()
+    expected.CopyFrom(response)
     (expected.chunk if is_chunk else expected.complete).input_logprobs.CopyFrom(
         InputLogProbs(
             token_logprobs=[InputTokenLogProb(), *(InputTokenLogProb(value=row.logprob) for row in rows)],
@@ -95,28 +100,30 @@ def test_rows_of_a_prompt_are_the_same_however_many_they_are(is_chunk, num_rows)
             ],
         )
     )
-    written = sent(alone, (), range(num_rows + 1), rows)
+    written = with_logprobs(response, (), range(num_rows + 1), rows)
     assert isinstance(written, bytes) is (num_rows == 2000)
-    assert (type(expected).FromString(written) if isinstance(written, bytes) else written) == expected
+    assert as_message(written, type(expected)) == expected
 
 
-def test_a_part_without_rows_of_the_prompt_stays_as_it_is():
-    assert not sent(chunk_response([4], USAGE, 0), (), [1, 2]).chunk.HasField("input_logprobs")
+def test_a_response_without_rows_of_the_prompt_stays_as_it_is():
+    assert not with_logprobs(chunk_response([4], USAGE, 0), (), [1, 2]).chunk.HasField("input_logprobs")
 
 
 @pytest.mark.parametrize("num_tokens", [2, 2000])
-@pytest.mark.parametrize("num_more", [0, 700])
+@pytest.mark.parametrize("num_later", [0, 700])
 @pytest.mark.parametrize("is_chunk", [False, True])
-def test_rows_of_tokens_are_the_same_however_many_they_are_and_those_of_others_are_left_out(
-    is_chunk, num_more, num_tokens
+def test_rows_of_tokens_are_the_same_however_many_they_are_and_rows_of_later_tokens_are_left_out(
+    is_chunk, num_later, num_tokens
 ):
     table = LogprobTable()
-    table.extend([TokenLogprobs(-0.5 * number, ((number, -0.5), (9, -1.5))) for number in range(num_tokens + num_more)])
+    table.extend(
+        [TokenLogprobs(-0.5 * number, ((number, -0.5), (9, -1.5))) for number in range(num_tokens + num_later)]
+    )
     token_ids = tuple(range(num_tokens))
     whole = dataclasses.replace(result(), token_ids=token_ids)
-    alone = chunk_response(token_ids, USAGE, 2) if is_chunk else complete_response(whole, 0, 2)
-    expected = type(alone)()
-    expected.CopyFrom(alone)
+    response = chunk_response(token_ids, USAGE, 2) if is_chunk else complete_response(whole, 0, 2)
+    expected = type(response)()
+    expected.CopyFrom(response)
     (expected.chunk if is_chunk else expected.complete).output_logprobs.CopyFrom(
         OutputLogProbs(
             token_logprobs=[-0.5 * number for number in range(num_tokens)],
@@ -124,6 +131,7 @@ def test_rows_of_tokens_are_the_same_however_many_they_are_and_those_of_others_a
             top_logprobs=[TopLogProbs(token_ids=[number, 9], values=[-0.5, -1.5]) for number in range(num_tokens)],
         )
     )
-    written = sent(alone, table)
-    assert isinstance(written, bytes) is (num_tokens + num_more > 500)
-    assert (type(expected).FromString(written) if isinstance(written, bytes) else written) == expected
+    written = with_logprobs(response, table)
+    is_large = 3 * (num_tokens + num_later) > PIECE_LOGPROBS  # a row has three log probabilities
+    assert isinstance(written, bytes) is is_large
+    assert as_message(written, type(expected)) == expected

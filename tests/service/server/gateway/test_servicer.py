@@ -25,14 +25,14 @@ from tests.service.serving import becomes_true, deadline_refusal, serving
 SERVICE = "vllm.grpc.engine.VllmEngine"
 
 
-def talking(talk, engine=None, **config):
-    """Run `talk(stub, engine, server)` against a server and return what it returns."""
+def run_with_server(talk, engine=None, **config):
+    """Return the result of `talk(stub, engine, server)` with a running server, whose gateway has the tenant "gate"."""
     engine = FakeEngine() if engine is None else engine
-    whole = Config.load(None, ["gateway.enabled=true", "gateway.tenant=gate"])
+    gateway_config = Config.load(None, ["gateway.enabled=true", "gateway.tenant=gate"])
 
     async def run():
         async with (
-            serving(engine, services=optional_services(engine, whole), **{"model_path": "tiny", **config}) as (
+            serving(engine, services=optional_services(engine, gateway_config), **{"model_path": "tiny", **config}) as (
                 server,
                 address,
             ),
@@ -66,7 +66,7 @@ async def refusal_of(call):
 
 
 def test_an_answer_as_a_whole_is_one_message():
-    responses = talking(lambda stub, *_: read(stub.Generate(request())))
+    responses = run_with_server(lambda stub, *_: read(stub.Generate(request())))
     assert [response.WhichOneof("response") for response in responses] == ["complete"]
     complete = responses[0].complete
     assert list(complete.output_ids) == continuation([1, 2, 3], 4)
@@ -74,7 +74,7 @@ def test_an_answer_as_a_whole_is_one_message():
 
 
 def test_a_streamed_completion_has_chunks_of_new_tokens_and_ends_with_the_last_of_them():
-    responses = talking(lambda stub, *_: read(stub.Generate(request(stream=True, logprobs=1))))
+    responses = run_with_server(lambda stub, *_: read(stub.Generate(request(stream=True, logprobs=1))))
     *chunks, last = responses
     assert last.WhichOneof("response") == "complete"
     assert {response.WhichOneof("response") for response in chunks} == {"chunk"}
@@ -90,8 +90,8 @@ def test_a_streamed_completion_has_chunks_of_new_tokens_and_ends_with_the_last_o
 @pytest.mark.parametrize("max_tokens", [1, 4])
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_the_prompt_are_sent_once(stream, max_tokens):
-    asked = request(stream=stream, n=2, prompt_logprobs=1, max_tokens=max_tokens)
-    responses = talking(lambda stub, *_: read(stub.Generate(asked)))
+    generation = request(stream=stream, n=2, prompt_logprobs=1, max_tokens=max_tokens)
+    responses = run_with_server(lambda stub, *_: read(stub.Generate(generation)))
     messages = [getattr(response, response.WhichOneof("response")) for response in responses]
     (with_prompt,) = [message for message in messages if message.HasField("input_logprobs")]
     assert with_prompt.index == 0
@@ -107,8 +107,8 @@ def test_log_probabilities_of_the_prompt_are_sent_once(stream, max_tokens):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_large_number_of_log_probabilities_of_the_prompt_arrives_too(stream):
     prompt = [1 + number % 200 for number in range(700)]
-    asked = request(prompt, stream=stream, prompt_logprobs=3, max_tokens=2)
-    first = talking(lambda stub, *_: read(stub.Generate(asked)))[0]
+    generation = request(prompt, stream=stream, prompt_logprobs=3, max_tokens=2)
+    first = run_with_server(lambda stub, *_: read(stub.Generate(generation)))[0]
     message = getattr(first, first.WhichOneof("response"))
     rows = message.input_logprobs
     assert list(rows.token_ids) == prompt
@@ -122,7 +122,7 @@ def test_several_answers_are_distinguished_by_their_index(stream):
     async def talk(stub, engine, _):
         return await read(stub.Generate(request(n=3, seed=-2, temperature=1.0, stream=stream))), engine.samplings
 
-    responses, samplings = talking(talk)
+    responses, samplings = run_with_server(talk)
     completes = [response.complete for response in responses if response.HasField("complete")]
     assert sorted(complete.index for complete in completes) == [0, 1, 2]
     assert [sampling.seed for sampling in samplings] == [2**64 - 2, 2**64 - 1, 0]
@@ -135,7 +135,9 @@ def test_several_answers_are_distinguished_by_their_index(stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_token_ends_the_answer_and_is_named(stream):
     stop = continuation([1, 2, 3], 2)[-1]
-    last = talking(lambda stub, *_: read(stub.Generate(request(stop_token_ids=[stop], stream=stream))))[-1].complete
+    last = run_with_server(lambda stub, *_: read(stub.Generate(request(stop_token_ids=[stop], stream=stream))))[
+        -1
+    ].complete
     assert (last.finish_reason, last.matched_token_id, last.output_ids[-1]) == ("stop", stop, stop)
 
 
@@ -143,29 +145,27 @@ def test_a_stop_token_ends_the_answer_and_is_named(stream):
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(stream, is_gated):
     """A gated engine reports all tokens but the last and then waits, so that only the string can end the answer."""
-    path, stop = continuation([1], 7), " @"
-    asked = request([1], stop=[stop, "no"], max_tokens=500, logprobs=0, stream=stream)
-    responses = talking(lambda stub, *_: read(stub.Generate(asked)), FakeEngine(is_gated=is_gated))
+    token_ids, stop = continuation([1], 7), " @"  # the last two tokens, 32 and 64, are the characters " " and "@"
+    generation = request([1], stop=[stop, "no"], max_tokens=500, logprobs=0, stream=stream)
+    responses = run_with_server(lambda stub, *_: read(stub.Generate(generation)), FakeEngine(is_gated=is_gated))
     last = responses[-1].complete
     assert (last.finish_reason, last.matched_stop_str) == ("stop", stop)
-    token_ids = (
-        [token_id for each in responses for token_id in each.chunk.token_ids] if stream else list(last.output_ids)
-    )
-    assert token_ids == path
-    counted = sum(each.chunk.completion_tokens for each in responses) if stream else last.completion_tokens
-    assert counted == 7
-    if not stream:
+    if stream:
+        assert [token_id for each in responses for token_id in each.chunk.token_ids] == token_ids
+        assert sum(each.chunk.completion_tokens for each in responses) == 7
+    else:
         assert len(responses) == 1
+        assert (list(last.output_ids), last.completion_tokens) == (token_ids, 7)
         assert len(last.output_logprobs.token_logprobs) == 7
 
 
 @pytest.mark.parametrize("max_tokens", [4, 500])
 def test_an_answer_as_a_whole_has_the_log_probabilities_of_all_its_tokens(max_tokens):
-    (response,) = talking(lambda stub, *_: read(stub.Generate(request(logprobs=2, max_tokens=max_tokens))))
-    logprobs, path = response.complete.output_logprobs, continuation([1, 2, 3], max_tokens)
-    assert list(logprobs.token_ids) == path
-    assert list(logprobs.token_logprobs) == [-float(token_id) for token_id in path]
-    assert [list(row.token_ids) for row in logprobs.top_logprobs] == [[token_id] * 2 for token_id in path]
+    (response,) = run_with_server(lambda stub, *_: read(stub.Generate(request(logprobs=2, max_tokens=max_tokens))))
+    logprobs, token_ids = response.complete.output_logprobs, continuation([1, 2, 3], max_tokens)
+    assert list(logprobs.token_ids) == token_ids
+    assert list(logprobs.token_logprobs) == [-float(token_id) for token_id in token_ids]
+    assert [list(row.token_ids) for row in logprobs.top_logprobs] == [[token_id] * 2 for token_id in token_ids]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -177,20 +177,20 @@ def test_an_answer_that_takes_too_much_memory_ends(stream):
         assert await becomes_true(lambda: server.receiver.held_bytes.used == 0)
         return refusal.code()
 
-    assert talking(talk, max_held_bytes=10**6) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert run_with_server(talk, max_held_bytes=10**6) is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_stop_string_that_can_end_nothing_is_refused():
-    refusal = talking(lambda stub, *_: refusal_of(stub.Generate(request(stop=[""]))))
+def test_an_empty_stop_string_is_refused():
+    refusal = run_with_server(lambda stub, *_: refusal_of(stub.Generate(request(stop=[""]))))
     assert (refusal.code(), refusal.details()[:8]) == (grpc.StatusCode.INVALID_ARGUMENT, "stop[0]:")
 
 
-def test_requests_are_those_of_the_gateways_tenant():
+def test_requests_belong_to_the_gateways_tenant():
     async def talk(stub, engine, _):
         await read(stub.Generate(request()))
         return engine.params[0]
 
-    params = talking(talk)
+    params = run_with_server(talk)
     assert (params.caller.tenant, params.caller.salt, params.caller.adapter) == ("gate", "", "")
     assert params.request_id == "req"
 
@@ -207,7 +207,7 @@ def test_an_abort_ends_every_answer_of_its_request(stream):
         engine.is_gated = False
         return ends, await other
 
-    ends, other = talking(talk, FakeEngine(is_gated=True))
+    ends, other = run_with_server(talk, FakeEngine(is_gated=True))
     assert sorted(end.index for end in ends) == [0, 1]
     assert {(end.finish_reason, end.prompt_tokens, len(end.output_ids)) for end in ends} == {("abort", 3, 0)}
     assert other[-1].complete.finish_reason == "length"
@@ -230,7 +230,7 @@ def test_an_abort_while_the_tokenizer_is_loaded_is_not_forgotten(monkeypatch):
         may_go_on.set()
         return await aborted
 
-    (response,) = talking(talk, FakeEngine(is_gated=True))
+    (response,) = run_with_server(talk, FakeEngine(is_gated=True))
     assert response.complete.finish_reason == "abort"
 
 
@@ -242,7 +242,7 @@ def test_a_gateway_that_disconnects_cancels_its_requests(stream):
         call.cancel()
         return await becomes_true(lambda: all(future.cancelled() for future in engine.futures))
 
-    assert talking(talk, FakeEngine(is_gated=True))
+    assert run_with_server(talk, FakeEngine(is_gated=True))
 
 
 def test_a_deadline_reaches_the_engine():
@@ -250,7 +250,7 @@ def test_a_deadline_reaches_the_engine():
         refusal = await deadline_refusal(engine, lambda timeout_s: read(stub.Generate(request(), timeout=timeout_s)))
         return refusal.code(), engine.params[0].deadline_s is not None
 
-    assert talking(talk, FakeEngine(is_gated=True)) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
+    assert run_with_server(talk, FakeEngine(is_gated=True)) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_errors_have_the_statuses_of_the_table(error, code):
         engine.failure = error
         return await refusal_of(stub.Generate(request()))
 
-    refusal = talking(talk)
+    refusal = run_with_server(talk)
     assert (refusal.code(), refusal.details()) == (code, str(error))
 
 
@@ -276,32 +276,33 @@ def test_an_unexpected_error_keeps_its_text_to_itself():
         engine.failure = None
         return failed, await read(stub.Generate(request()))
 
-    refusal, later = talking(talk)
+    refusal, later = run_with_server(talk)
     assert refusal.code() is grpc.StatusCode.INTERNAL
     assert "another caller" not in refusal.details()
     assert later[-1].complete.finish_reason == "length"
 
 
 def test_a_refusal_names_the_field():
-    refusal = talking(lambda stub, *_: refusal_of(stub.Generate(request(structural_tag="{}"))))
+    refusal = run_with_server(lambda stub, *_: refusal_of(stub.Generate(request(structural_tag="{}"))))
     assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refusal.details().startswith("structural_tag: radixkv does not support")
 
 
 @pytest.mark.parametrize("method", ["Embed", "StartProfile", "StopProfile"])
 def test_other_methods_are_unimplemented(method):
-    refusal = talking(lambda stub, *_: refusal_of(stub.channel.unary_unary(f"/{SERVICE}/{method}")(b"")))
+    refusal = run_with_server(lambda stub, *_: refusal_of(stub.channel.unary_unary(f"/{SERVICE}/{method}")(b"")))
     assert refusal.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_health_is_the_engines():
+def test_a_health_check_reports_the_health_of_the_engine():
     async def talk(stub, engine, _):
-        seen = []
-        for engine.is_healthy in (True, False):
-            seen.append((await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest())).healthy)
-        return seen
+        reported = []
+        for is_healthy in (True, False):
+            engine.is_healthy = is_healthy
+            reported.append((await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest())).healthy)
+        return reported
 
-    assert talking(talk) == [True, False]
+    assert run_with_server(talk) == [True, False]
 
 
 def test_a_drain_finishes_what_runs_and_refuses_the_rest():
@@ -314,14 +315,14 @@ def test_a_drain_finishes_what_runs_and_refuses_the_rest():
         engine.is_gated = False
         return refusal.code(), (await running)[-1].complete.finish_reason, await draining
 
-    assert talking(talk, FakeEngine(is_gated=True)) == (grpc.StatusCode.UNAVAILABLE, "length", True)
+    assert run_with_server(talk, FakeEngine(is_gated=True)) == (grpc.StatusCode.UNAVAILABLE, "length", True)
 
 
-def test_grpc_health_knows_the_service():
+def test_the_health_service_of_grpc_knows_the_service():
     async def talk(stub, *_):
         return await health_pb2_grpc.HealthStub(stub.channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
 
-    assert talking(talk).status == health_pb2.HealthCheckResponse.SERVING
+    assert run_with_server(talk).status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_reflection_lists_and_describes_the_service():
@@ -332,7 +333,7 @@ def test_reflection_lists_and_describes_the_service():
     async def talk(stub, *_):
         return await ask(stub, list_services=""), await ask(stub, file_containing_symbol=SERVICE)
 
-    listed, described = talking(talk)
+    listed, described = run_with_server(talk)
     assert SERVICE in {service.name for service in listed.list_services_response.service}
     assert described.file_descriptor_response.file_descriptor_proto
 
@@ -345,14 +346,14 @@ def test_descriptions_come_over_the_wire():
             await stub.GetLoads(vllm_engine_pb2.GetLoadsRequest(include=["core"])),
         )
 
-    model, server, loads = talking(talk)
+    model, server, loads = run_with_server(talk)
     assert (model.served_model_name, list(model.eos_token_ids)) == ("fake", [2, 3])
     assert (server.server_type, server.kv_cache_dtype) == ("radixkv", "int8")
-    assert loads.loads[0].token_usage == 0.3
+    assert loads.loads[0].token_usage == 0.3  # 2 leased and 1 pinned of 10 blocks
 
 
 def test_the_tokenizer_is_sent_with_the_digest_of_the_whole_archive_at_the_end():
-    chunks = talking(lambda stub, *_: read(stub.GetTokenizer(engine_common_pb2.GetTokenizerRequest())))
+    chunks = run_with_server(lambda stub, *_: read(stub.GetTokenizer(engine_common_pb2.GetTokenizerRequest())))
     archive = b"".join(chunk.data for chunk in chunks)
     assert archive == ModelTokenizer("tiny").archive()[0]
     assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [hashlib.sha256(archive).hexdigest()]
@@ -362,7 +363,7 @@ def test_a_flush_purges_the_gateways_tenant_alone():
     async def talk(stub, engine, _):
         return await stub.FlushCache(engine_common_pb2.FlushCacheRequest(timeout_s=3)), engine.purges
 
-    answer, purges = talking(talk)
+    answer, purges = run_with_server(talk)
     assert purges == [("gate", None, None)]
     assert answer.success
     assert answer.message.startswith("freed 7 blocks; 2 more")
@@ -377,7 +378,7 @@ def test_without_the_gateway_its_messages_are_not_loaded():
         "assert not [name for name in sys.modules if name.startswith('radixkv.gateway')]\n"
         "from google.protobuf import descriptor_pool\n"
         "try:\n    descriptor_pool.Default().FindMessageTypeByName('vllm.grpc.engine.SamplingParams')\n"
-        "except KeyError:\n    print('free')"
+        "except KeyError:\n    print('not registered')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout == "free\n", done.stderr
+    assert done.stdout == "not registered\n", done.stderr

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from tests.patience import PATIENCE_S
 
+# A program that becomes the browser, with the two pipes at descriptors 3 and 4.
 _START = """
 import os, sys
 os.dup2(int(sys.argv[1]), 3)
@@ -36,7 +37,8 @@ class Browser:
         assert BROWSER is not None
         commands_read, self._commands = os.pipe()
         self._answers, answers_write = os.pipe()
-        # Chromium reads commands from descriptor 3 and writes answers to descriptor 4.
+        # Chromium reads commands from descriptor 3 and writes answers to descriptor 4. The child gets duplicates with
+        # numbers from 10, so that moving one end to 3 or 4 does not close the other one.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (commands_read, answers_write)]
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe"]
         self._process = subprocess.Popen(
@@ -83,19 +85,20 @@ class Browser:
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._commands, json.dumps(message).encode() + b"\0")
-        while (answer := self._read()).get("id") != self._num_calls:  # else it is an event
-            pass
+        answer = self._read()
+        while answer.get("id") != self._num_calls:  # an event, which has no id
+            answer = self._read()
         assert "error" not in answer, answer
         result: dict[str, Any] = answer["result"]
         return result
 
     def show(self, width: int, height: int, scheme: str) -> None:
-        """Be a window of this size, in CSS pixels, with the preferred color scheme `light` or `dark`."""
+        """Emulate a window of this size, in CSS pixels, with the preferred color scheme `light` or `dark`."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def evaluate(self, script: str) -> Any:
-        """Return the value of a JavaScript expression, or what it promises."""
+        """Return the value of a JavaScript expression; if it is a promise, the value that it resolves to."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -106,12 +109,13 @@ class Browser:
         path.write_bytes(base64.b64decode(png))
 
     def _read(self) -> dict[str, Any]:
+        """Wait for the next message of the browser: an answer or an event."""
         while b"\0" not in self._unread:
             ready, _, _ = select.select([self._answers], [], [], PATIENCE_S)
             assert ready, "the browser does not answer"
-            data = os.read(self._answers, 1_000_000)
-            assert data, "the browser has ended"
-            self._unread += data
+            chunk = os.read(self._answers, 1_000_000)
+            assert chunk, "the browser has ended"
+            self._unread += chunk
         text, _, self._unread = self._unread.partition(b"\0")
         message: dict[str, Any] = json.loads(text)
         return message

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -27,8 +26,8 @@ from tests.service.diagnosed import diagnosed_engine
 from tests.service.fake_engine import FakeEngine
 from tests.service.http_get import get
 from tests.service.server.auth.certificates import CredentialFiles
+from tests.service.server.page.browser import BROWSER
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 in_a_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
 
 
@@ -50,7 +49,7 @@ def address(engine) -> Iterator[str]:
         yield address
 
 
-def test_the_page_is_one_file_that_loads_nothing_from_elsewhere(address):
+def test_the_page_is_one_file_that_loads_no_other(address):
     status, html, headers = get(address, "/")
     assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
     assert re.findall(r"""(?:src|href)=["'](?!data:)""", html) == []
@@ -90,8 +89,14 @@ def test_nothing_is_changed_by_the_page(address):
         assert (status, headers["Allow"]) == (405, "GET, HEAD")
 
 
-class Shown(HTMLParser):
-    """Reads what a browser has drawn: texts by the id of the nearest element that has one, and classes."""
+class DrawnPage(HTMLParser):
+    """Parses what a browser has drawn.
+
+    Attributes:
+        texts: all texts, by the id of the nearest element around them that has one.
+        classes: the attribute `class` of each element.
+        hidden: ids of the hidden elements.
+    """
 
     VOID = frozenset({"meta", "link", "input", "br"})
 
@@ -116,17 +121,17 @@ class Shown(HTMLParser):
             self._ids.pop()
 
     def handle_data(self, data):
-        place = self._ids[-1] if self._ids else ""
-        self.texts[place] = " ".join(f"{self.texts.get(place, '')} {data}".split())
+        element_id = self._ids[-1] if self._ids else ""
+        self.texts[element_id] = " ".join(f"{self.texts.get(element_id, '')} {data}".split())
 
 
-def shown(address: str, profile: Path) -> Shown:
-    """Open the page in a browser, and read what it has drawn some seconds later, by the browser's own clock."""
+def draw(address: str, profile: Path) -> DrawnPage:
+    """Open the page in a browser, and return what it has drawn four seconds later, by the browser's virtual clock."""
     assert BROWSER is not None
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
     command += ["--virtual-time-budget=4000", "--dump-dom", f"http://{address}/"]
     done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=True)
-    return Shown(done.stdout.decode())
+    return DrawnPage(done.stdout.decode())
 
 
 @in_a_browser
@@ -135,7 +140,7 @@ def test_a_browser_draws_what_the_engine_holds(address, engine, tmp_path):
     publish(cache, "abcdefgh", namespace)
     publish(cache, "abcdxy", namespace)
     lease_text(cache, "abcdefghi", namespace)
-    page = shown(address, tmp_path)
+    page = draw(address, tmp_path)
     stats = engine.stats().result()
     assert page.texts["state"] == "serving"
     assert page.texts["model"].startswith("fake on cpu")
@@ -148,6 +153,7 @@ def test_a_browser_draws_what_the_engine_holds(address, engine, tmp_path):
     assert f"{blocks.published} published" in page.texts["states"]
     assert f"{blocks.free} free" in page.texts["states"]
     assert "bounded" not in page.texts["tenants"]
+    # The name; cached, pinned, retained and evicted blocks; the hit rate.
     assert "a 3 2 2 4 60.0 %" in page.texts["tenants"]
     assert page.texts["largest"] == f"the {len(stats.tenants)} largest of {stats.known_tenants:,}"
     assert page.texts["wait"].startswith("Time to first token 67 ms")
@@ -157,16 +163,16 @@ def test_a_browser_draws_what_the_engine_holds(address, engine, tmp_path):
 @in_a_browser
 def test_a_browser_draws_what_stores_hold(address, engine, tmp_path):
     engine.offload = SimpleNamespace(stats=lambda: [TierStats("host", False, 7, 700, 1000, *range(9))])
-    page = shown(address, tmp_path)
+    page = draw(address, tmp_path)
     assert "host: 7 blocks, disabled" in page.texts["states"]
     assert "in host" in page.texts["tenants"]
 
 
 @in_a_browser
 def test_a_browser_lists_the_causes_of_misses(address, engine, tmp_path):
-    assert "causes" in shown(address, tmp_path / "before").hidden
+    assert "causes" in draw(address, tmp_path / "before").hidden
     engine.misses = diagnosed_engine("acme <b>").misses
-    page = shown(address, tmp_path / "after")
+    page = draw(address, tmp_path / "after")
     assert "causes" not in page.hidden
     assert page.texts["examined"] == "6 of 12 examined in the last 1 min; 1 had nothing similar in the cache"
     assert page.texts["missed"].startswith(
@@ -178,14 +184,14 @@ def test_a_browser_lists_the_causes_of_misses(address, engine, tmp_path):
 
 @in_a_browser
 def test_a_browser_says_when_nothing_is_cached(address, tmp_path):
-    assert shown(address, tmp_path).texts["tree"].startswith("Nothing is cached yet. Try")
+    assert draw(address, tmp_path).texts["tree"].startswith("Nothing is cached yet. Try")
 
 
 @in_a_browser
 def test_a_browser_says_when_the_engine_does_not_respond(address, engine, tmp_path, monkeypatch):
     monkeypatch.setattr(state_feed, "_TIMEOUT_S", 0.01)
     engine.is_hanging = True
-    page = shown(address, tmp_path)
+    page = draw(address, tmp_path)
     assert page.texts["alert"].startswith("No response from the service: the engine is busy")
     assert (page.texts["state"], "main" in page.hidden) == ("no response", True)
 
@@ -195,7 +201,7 @@ def test_a_browser_asks_for_a_token_where_one_is_needed(engine, tmp_path):
     CredentialFiles(tmp_path)
     settings = (f"server.tokens_file={json.dumps(str(tmp_path / 'tokens.toml'))}", "server.insecure=true")
     with serving(engine, *settings) as address:
-        page = shown(address, tmp_path / "profile")
+        page = draw(address, tmp_path / "profile")
     assert page.texts["alert"] == "This page requires the token of a reader or an admin."
     assert (page.texts["state"], "main" in page.hidden) == ("locked", True)
 
@@ -206,6 +212,6 @@ def test_a_browser_draws_the_hottest_of_ten_thousand(tmp_path):
     for number in range(10_000):
         publish(engine.cache, f"same{number:08}")
     with serving(engine) as address:
-        page = shown(address, tmp_path)
+        page = draw(address, tmp_path)
     assert page.texts["drawn"] == "250 segments, the hottest of 10,001"
-    assert "+9.75k" in page.texts["tree"], "249 of 10,000 are drawn"
+    assert "+9.75k" in page.texts["tree"], "the shared segment and 249 of its 10,000 children are drawn"

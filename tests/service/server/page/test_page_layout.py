@@ -25,11 +25,12 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on this mac
 
 TENANTS = ("acme", "globex", "initech-with-a-very-long-name-that-no-column-holds", "umbrella")
 SIZES = ((390, 844), (768, 1024), (1280, 900))
-LEAST_CONTRAST = 4.5  # WCAG 2, level AA, of text of any size
-LEAST_FONT_PX = 11
+MIN_CONTRAST = 4.5  # WCAG 2, level AA, of text of any size
+MIN_FONT_PX = 11
 
-# Elements that reach beyond the box of the nearest element that would clip or scroll them, or beyond the window.
-BEYOND = """[...document.body.querySelectorAll("*")].filter((each) => {
+# A script that returns the elements that reach beyond the window, or beyond the box of the nearest element that would
+# clip or scroll them.
+FIND_OVERFLOWING = """[...document.body.querySelectorAll("*")].filter((each) => {
   if (!each.getClientRects().length) return false;
   let box = each.parentElement;
   while (box !== document.body && getComputedStyle(box).overflowX === "visible") box = box.parentElement;
@@ -37,8 +38,9 @@ BEYOND = """[...document.body.querySelectorAll("*")].filter((each) => {
   return mine.left < its.left - 0.5 || mine.right > its.right + 0.5;
 }).map((each) => `${each.tagName} ${each.className.baseVal ?? each.className} ${each.textContent.slice(0, 40)}`)"""
 
-# All visible texts, with the size of their letters as they are seen, their colour and what is painted behind them.
-TEXTS = """(() => {
+# A script that returns all visible texts, with the size of their letters in the window, their color, and the colors
+# that are painted behind them.
+FIND_TEXTS = """(() => {
   const texts = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
   while (walker.nextNode()) {
@@ -81,6 +83,7 @@ class BusyEngine(FakeEngine):
             stats=lambda: [TierStats(name, name == "host", 7, 700, 1000, *range(9)) for name in ("host", "disk")],
         )
         rng = random.Random(1)
+        # Each tenant's tree has a stem, from which leaves branch at three places.
         for number, name in enumerate(TENANTS):
             namespace = Namespace("model", name)
             stem = "".join(rng.choices("abcdef", k=60))
@@ -110,23 +113,27 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-def drawn(browser: Browser, width: int, height: int, scheme: str) -> None:
+def wait_until_drawn(browser: Browser, width: int, height: int, scheme: str) -> None:
     """Show the page, and wait until it is drawn for this window."""
     browser.show(width, height, scheme)
-    is_drawn = f"""new Promise((done) => {{
+    becomes_drawn = f"""new Promise((done) => {{
       const look = () => innerWidth === {width} && document.querySelector("svg.tree")
         ? requestAnimationFrame(() => done(true)) : setTimeout(look, 20);
       look();
     }})"""
-    assert browser.evaluate(is_drawn)
+    assert browser.evaluate(becomes_drawn)
 
 
 def contrast(color: list[float], other: list[float]) -> float:
-    """Return the contrast ratio of two colours by WCAG 2."""
+    """Return the contrast ratio of two sRGB colors by WCAG 2; channels are from 0 to 255."""
 
-    def luminance(parts: list[float]) -> float:
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (part / 255 for part in parts)]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    def linear(channel: float) -> float:
+        share = channel / 255
+        return share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4
+
+    def luminance(channels: list[float]) -> float:
+        red, green, blue = (linear(channel) for channel in channels)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
     low, high = sorted((luminance(color), luminance(other)))
     return (high + 0.05) / (low + 0.05)
@@ -134,9 +141,9 @@ def contrast(color: list[float], other: list[float]) -> float:
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_nothing_reaches_beyond_its_container(browser: Browser, width: int, height: int) -> None:
-    drawn(browser, width, height, "light")
+    wait_until_drawn(browser, width, height, "light")
     assert browser.evaluate("document.documentElement.scrollWidth") == width
-    assert browser.evaluate(BEYOND) == []
+    assert browser.evaluate(FIND_OVERFLOWING) == []
     clipped = (
         """[...document.querySelectorAll(".scroll, .card")].filter((each) => each.scrollWidth > each.clientWidth)"""
     )
@@ -145,33 +152,34 @@ def test_nothing_reaches_beyond_its_container(browser: Browser, width: int, heig
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_the_tree_fills_its_card_without_being_scaled(browser: Browser, width: int, height: int) -> None:
-    drawn(browser, width, height, "light")
-    seen, box, view = browser.evaluate("""(() => {
+    wait_until_drawn(browser, width, height, "light")
+    drawn_size, card_width, view_size = browser.evaluate("""(() => {
       const tree = document.querySelector("svg.tree"), size = (each) => [each.width, each.height];
       return [size(tree.getBoundingClientRect()), tree.parentElement.clientWidth, size(tree.viewBox.baseVal)];
     })()""")
-    assert seen == pytest.approx(view, abs=0.1), "a pixel of the drawing is one of the window"
-    assert seen[0] == box
+    assert drawn_size == pytest.approx(view_size, abs=0.1), "a pixel of the drawing is one of the window"
+    assert drawn_size[0] == card_width
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_every_text_can_be_read(browser: Browser, width: int, height: int, scheme: str) -> None:
-    drawn(browser, width, height, scheme)
-    texts = browser.evaluate(TEXTS)
+    wait_until_drawn(browser, width, height, scheme)
+    texts = browser.evaluate(FIND_TEXTS)
     assert {"Hit rate", "acme", "12,345", "serving"} <= {each["text"] for each in texts}
-    assert [each["text"] for each in texts if each["font_px"] < LEAST_FONT_PX] == []
+    assert [each["text"] for each in texts if each["font_px"] < MIN_FONT_PX] == []
     assert {each["opacity"] for each in texts} == {1}
-    hard = {each["text"]: round(contrast(each["color"], each["behind"]), 2) for each in texts}
-    assert {text: ratio for text, ratio in hard.items() if ratio < LEAST_CONTRAST} == {}
-    assert len({tuple(each["behind"]) for each in texts}) > 4, "labels of segments are among them"
+    ratios = {each["text"]: round(contrast(each["color"], each["behind"]), 2) for each in texts}
+    assert {text: ratio for text, ratio in ratios.items() if ratio < MIN_CONTRAST} == {}
+    assert len({tuple(each["behind"]) for each in texts}) > 4, "labels on segments are missing"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_labels_can_be_read_on_segments_of_any_heat(browser: Browser, scheme: str) -> None:
-    drawn(browser, 1280, 900, scheme)
+    wait_until_drawn(browser, 1280, 900, scheme)
+    # As the page does: above a luminance of 0.179, a label is black, below it white.
     colors = browser.evaluate(
         "Array.from({ length: 201 }, (_, index) => [heatColor(index / 200), luminance(heatColor(index / 200)) > 0.179])"
     )
     for color, is_bright in colors:
-        assert contrast([0, 0, 0] if is_bright else [255, 255, 255], color) >= LEAST_CONTRAST
+        assert contrast([0, 0, 0] if is_bright else [255, 255, 255], color) >= MIN_CONTRAST

@@ -18,20 +18,21 @@ from radixkv.errors import QueueFull
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.fake_engine import FakeEngine
 from tests.service.server.page.browser import BROWSER, Browser
-from tests.service.server.page.test_page_layout import BEYOND, SIZES
+from tests.service.server.page.test_page_layout import FIND_OVERFLOWING, SIZES
 from tests.service.serving import serving
 
 in_a_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+# A file of credentials with the tokens "tenant" and "reader".
 CREDENTIALS = "\n".join(
-    f'[[credentials]]\nname = "{name}"\ntoken_sha256 = "{sha256(name.encode()).hexdigest()}"\n{rest}\n'
-    for name, rest in (("tenant", 'tenant = "a"'), ("reader", 'role = "reader"'))
+    f'[[credentials]]\nname = "{name}"\ntoken_sha256 = "{sha256(name.encode()).hexdigest()}"\n{rights}\n'
+    for name, rights in (("tenant", 'tenant = "a"'), ("reader", 'role = "reader"'))
 )
 
 
 @contextlib.contextmanager
 def http_port(engine: FakeEngine, **config: object) -> Iterator[str]:
     """Serve on a thread of its own, and yield the address of the HTTP port."""
-    loop, over = asyncio.new_event_loop(), asyncio.Event()
+    loop, is_over = asyncio.new_event_loop(), asyncio.Event()
     addresses: list[str] = []
     is_listening = threading.Event()
 
@@ -40,7 +41,7 @@ def http_port(engine: FakeEngine, **config: object) -> Iterator[str]:
             assert server.http_address is not None
             addresses.append(server.http_address)
             is_listening.set()
-            await over.wait()
+            await is_over.wait()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
     thread.start()
@@ -48,12 +49,13 @@ def http_port(engine: FakeEngine, **config: object) -> Iterator[str]:
         assert is_listening.wait(PATIENCE_S)
         yield f"http://{addresses[0]}"
     finally:
-        loop.call_soon_threadsafe(over.set)
+        loop.call_soon_threadsafe(is_over.set)
         thread.join(PATIENCE_S)
         loop.close()
 
 
 def get(url: str, token: str = "") -> tuple[int, str, dict[str, str]]:
+    """Return the status, the body and the headers of a response; no headers if it is an error."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=PATIENCE_S) as response:
@@ -73,23 +75,24 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
         yield browser
 
 
-def waited(browser: Browser, condition: str) -> bool:
-    """Return true once a condition holds."""
-    found: bool = browser.evaluate(
+def becomes_true(browser: Browser, condition: str) -> bool:
+    """Return true as soon as a JavaScript condition holds."""
+    is_true: bool = browser.evaluate(
         f"new Promise((done) => {{ const look = () => ({condition}) ? done(true) : setTimeout(look, 10); look(); }})"
     )
-    return found
+    return is_true
 
 
 def open_page(browser: Browser, url: str, condition: str) -> None:
+    """Open the page, and wait until a JavaScript condition holds."""
     browser.call("Page.navigate", url=f"{url}/")
-    assert waited(browser, f"typeof byId === 'function' && {condition}")
+    assert becomes_true(browser, f"typeof byId === 'function' && {condition}")
 
 
 def ask(browser: Browser, question: str) -> str:
     """Ask a question, and return the text of its turn after the answer."""
     browser.evaluate(f"byId('question').value = {json.dumps(question)}; byId('send').click()")
-    assert waited(browser, "asking === null")
+    assert becomes_true(browser, "asking === null")
     turn: str = browser.evaluate("byId('turns').lastChild.innerText")
     return turn
 
@@ -115,8 +118,10 @@ def test_a_browser_shows_the_answer_and_what_it_reused(browser: Browser) -> None
         second = ask(browser, "So?")
         for width, height in SIZES:
             browser.show(width, height, "light")
-            assert waited(browser, f"innerWidth === {width}")
-            wait_until(lambda: browser.evaluate(BEYOND) == [])  # the page adapts to a size when it is drawn again
+            assert becomes_true(browser, f"innerWidth === {width}")
+            wait_until(
+                lambda: browser.evaluate(FIND_OVERFLOWING) == []
+            )  # the page adapts to a size when it is drawn again
     assert first.startswith("<b>Hello</b>\n")
     assert "first token after " in first
     assert " prompt tokens cached, " in first
@@ -141,9 +146,9 @@ def test_a_browser_stops_an_answer(browser: Browser) -> None:
     with http_port(engine) as url:
         open_page(browser, url, "!byId('main').hidden")
         browser.evaluate("byId('question').value = 'Hello'; byId('send').click()")
-        assert waited(browser, "byId('turns').innerText.length > 100")
+        assert becomes_true(browser, "byId('turns').innerText.length > 100")
         browser.evaluate("byId('send').click()")
-        assert waited(browser, "asking === null")
+        assert becomes_true(browser, "asking === null")
         assert browser.evaluate("byId('turns').innerText").endswith("stopped")
 
 
@@ -158,7 +163,7 @@ def test_a_tenant_may_ask_but_not_see_others(browser: Browser, tmp_path: Path) -
             "byId('alert').querySelector('input').value = 'tenant';"
             "byId('alert').querySelector('input').dispatchEvent(new Event('change'))"
         )
-        assert waited(browser, "byId('state').textContent === 'state hidden'")
+        assert becomes_true(browser, "byId('state').textContent === 'state hidden'")
         assert "512 tokens generated" in ask(browser, "Hello")
         assert browser.evaluate("byId('tree').getClientRects().length") == 0
     assert engine.params[0].caller.tenant == "a"

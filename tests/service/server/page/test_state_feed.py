@@ -18,6 +18,7 @@ from tests.service.fake_engine import FakeEngine
 
 @pytest.fixture
 def engine() -> FakeEngine:
+    """An engine with three segments: "abcd", and its continuations "efgh" and "xy"."""
     engine = FakeEngine()
     publish(engine.cache, "abcdefgh", Namespace("model", "a", "", "a salt"))
     publish(engine.cache, "abcdxy", Namespace("model", "a", "", "a salt"))
@@ -78,11 +79,16 @@ def test_an_engine_that_does_not_answer_has_no_state(engine, monkeypatch):
 def test_an_engine_that_does_not_answer_is_asked_once_for_all_waiting_requests(engine, monkeypatch):
     monkeypatch.setattr(state_feed, "_TIMEOUT_S", 0.01)
     engine.is_hanging = True
-    clock, asked, stats = FakeClock(), [], engine.stats
-    monkeypatch.setattr(engine, "stats", lambda *arguments: asked.append(arguments) or stats(*arguments))
+    clock, calls, stats = FakeClock(), [], engine.stats
+
+    def recorded_stats(*arguments):
+        calls.append(arguments)
+        return stats(*arguments)
+
+    monkeypatch.setattr(engine, "stats", recorded_stats)
     feed = StateFeed(engine, clock)
     assert [feed.state(), feed.state(), feed.state()] == [None] * 3
-    assert len(asked) == 1
+    assert len(calls) == 1
     engine.is_hanging = False
     clock.now_s = 0.5
     assert feed.state() is not None
@@ -98,16 +104,15 @@ def test_an_engine_that_has_stopped_has_no_state(engine, monkeypatch):
 
 @pytest.mark.parametrize("num_blocks", [0, 1, MAX_CELLS, MAX_CELLS + 1, 10 * MAX_CELLS + 7])
 def test_a_map_counts_each_block_once_in_few_cells(num_blocks):
-    states = bytes(place % 3 for place in range(num_blocks))
+    states = bytes(index % 3 for index in range(num_blocks))
     drawn = block_map(states)
     assert len(drawn["cells"]) <= MAX_CELLS
-    assert [sum(column) for column in zip(*drawn["cells"], strict=True)] == [
-        states.count(state) for state in range(3) if num_blocks
-    ]
+    blocks_by_state = [sum(column) for column in zip(*drawn["cells"], strict=True)]
+    assert blocks_by_state == ([states.count(state) for state in range(3)] if num_blocks else [])
     assert all(sum(cell) == drawn["blocks_per_cell"] for cell in drawn["cells"][:-1])
 
 
-def test_causes_of_misses_are_listed_without_what_was_sent():
+def test_causes_of_misses_are_listed_without_text_of_prompts():
     text = StateFeed(diagnosed_engine("acme", "globex")).state()
     misses = json.loads(text)["misses"]
     assert (misses["covered_s"], misses["misses"], misses["examined_misses"], misses["first_prompts"]) == (

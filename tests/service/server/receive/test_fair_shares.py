@@ -95,17 +95,17 @@ def test_all_free_bytes_are_available_to_a_key_or_those_up_to_its_share():
     assert (held.available(tenant("a")), held.available(tenant("b"))) == (30, 50)
     held.take(tenant("b"), 45)
     assert (held.available(tenant("a")), held.available(tenant("b")), held.available(tenant("c"))) == (0, 5, 33)
-    held.take(tenant("c"), 85)
+    held.take(tenant("c"), 85)  # the first bytes of a key may exceed its share, up to twice the limit
     assert held.used == 200
     assert [held.available(tenant(name)) for name in "abcd"] == [0, 0, 0, 0]
 
 
-def test_exactly_the_available_bytes_can_be_taken():
+def test_the_available_bytes_can_be_taken_and_then_none_are_available():
     held = FairShares(97, "bytes")
     keys = [tenant(str(index)) for index in range(7)]
     for key in keys * 3:
-        if number := held.available(key):
-            held.take(key, number)
+        if num_bytes := held.available(key):
+            held.take(key, num_bytes)
         assert held.used <= 2 * 97
         assert held.available(key) == 0
 

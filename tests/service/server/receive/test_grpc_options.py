@@ -9,25 +9,26 @@ from radixkv.service.server.receive.grpc_options import grpc_options, max_messag
 from tests.service.fake_engine import LIMITS, FakeEngine
 from tests.service.serving import serving
 
-SHORT = dataclasses.replace(LIMITS, max_prompt_tokens=1000)
+SHORT_LIMITS = dataclasses.replace(LIMITS, max_prompt_tokens=1000)
 
 
 def test_the_largest_message_follows_the_longest_prompt():
-    assert max_message_bytes(ServerConfig(), SHORT) == 1000 * 5 + 2**19
+    # A token that is not packed takes 5 bytes; all other fields, at most 512 KiB.
+    assert max_message_bytes(ServerConfig(), SHORT_LIMITS) == 1000 * 5 + 2**19
 
 
 def test_a_size_in_the_configuration_is_used():
-    assert max_message_bytes(ServerConfig(max_message_bytes=2048), SHORT) == 2048
+    assert max_message_bytes(ServerConfig(max_message_bytes=2048), SHORT_LIMITS) == 2048
 
 
-def test_a_pool_beyond_grpcs_sizes_has_the_largest_there_is():
+def test_the_largest_message_is_at_most_as_large_as_grpc_allows():
     limits = dataclasses.replace(LIMITS, max_prompt_tokens=2**31)
     assert max_message_bytes(ServerConfig(), limits) == 2**31 - 1
 
 
 def test_every_bound_is_passed_to_grpc():
     config = ServerConfig(max_connections=7, max_connection_calls=8, connection_idle_s=1.5, max_calls=9)
-    options = dict(grpc_options(config, SHORT))
+    options = dict(grpc_options(config, SHORT_LIMITS))
     assert options["grpc.max_allowed_incoming_connections"] == 7
     assert options["grpc.max_concurrent_streams"] == 8
     assert options["grpc.max_connection_idle_ms"] == 1500

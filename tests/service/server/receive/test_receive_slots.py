@@ -8,25 +8,27 @@ from radixkv.service.server.receive.receive_slots import SlotQueue
 from tests.patience import PATIENCE_S
 
 
-async def rest():
+async def run_ready_tasks():
+    """Let all tasks continue until they wait."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 class Message:
-    """A message that arrives when `come` is set."""
+    """A message that arrives when `may_arrive` is set."""
 
     def __init__(self):
         self.is_being_read = False
-        self.come = asyncio.Event()
+        self.may_arrive = asyncio.Event()
 
     async def read(self):
         self.is_being_read = True
-        await self.come.wait()
+        await self.may_arrive.wait()
         return b"message"
 
 
 def start(slots, connection):
+    """Start to receive a message of a connection; return the message and the task."""
     message = Message()
     return message, asyncio.create_task(slots.receive(connection, message.read))
 
@@ -35,14 +37,14 @@ def test_as_many_messages_are_read_at_once_as_there_are_slots():
     async def run():
         slots = SlotQueue(2, 10, PATIENCE_S)
         calls = [start(slots, "a") for _ in range(3)]
-        await rest()
+        await run_ready_tasks()
         before = [message.is_being_read for message, _ in calls]
-        calls[0][0].come.set()
+        calls[0][0].may_arrive.set()
         assert await calls[0][1] == b"message"
-        await rest()
+        await run_ready_tasks()
         after = calls[2][0].is_being_read
         for message, _ in calls:
-            message.come.set()
+            message.may_arrive.set()
         await asyncio.gather(*(task for _, task in calls))
         return before, after
 
@@ -59,12 +61,12 @@ def test_connections_get_slots_in_turn():
             return b""
 
         first, task = start(slots, "a")
-        await rest()
+        await run_ready_tasks()
         waiting = [asyncio.create_task(slots.receive("a", lambda: read("a"))) for _ in range(3)]
-        await rest()
+        await run_ready_tasks()
         waiting.append(asyncio.create_task(slots.receive("b", lambda: read("b"))))
-        await rest()
-        first.come.set()
+        await run_ready_tasks()
+        first.may_arrive.set()
         await asyncio.gather(task, *waiting)
         return order
 
@@ -75,11 +77,11 @@ def test_the_last_call_of_the_longest_queue_is_refused():
     async def run():
         slots = SlotQueue(1, 3, PATIENCE_S)
         calls = [start(slots, name) for name in ("a", "a", "a", "a")]
-        await rest()
+        await run_ready_tasks()
         calls.append(start(slots, "b"))
-        await rest()
+        await run_ready_tasks()
         for message, _ in calls:
-            message.come.set()
+            message.may_arrive.set()
         return await asyncio.gather(*(task for _, task in calls), return_exceptions=True)
 
     outcomes = asyncio.run(run())
@@ -90,9 +92,9 @@ def test_a_slow_message_loses_its_slot_to_a_waiting_call():
     async def run():
         slots = SlotQueue(1, 10, PATIENCE_S)
         _, slow = start(slots, "a")
-        await rest()
+        await run_ready_tasks()
         message, task = start(slots, "b")
-        message.come.set()
+        message.may_arrive.set()
         return await task, (await asyncio.gather(slow, return_exceptions=True))[0]
 
     answer, refusal = asyncio.run(run())
@@ -107,49 +109,49 @@ def test_a_message_that_does_not_arrive_is_refused():
         with pytest.raises(DeadlinePassed, match="message: only a part of it arrived within"):
             await slow
         message, task = start(slots, "b")
-        message.come.set()
+        message.may_arrive.set()
         return await task
 
     assert asyncio.run(run()) == b"message"
 
 
-@pytest.mark.parametrize("moment", ["waiting", "reading", "called"])
+@pytest.mark.parametrize("moment", ["waiting", "reading", "granted"])
 def test_a_caller_that_disconnects_leaves_no_slot_occupied(moment):
     async def run():
         slots = SlotQueue(1, 10, PATIENCE_S)
         first, first_task = start(slots, "a")
-        await rest()
+        await run_ready_tasks()
         _, cancelled = start(slots, "b")
-        await rest()
+        await run_ready_tasks()
         if moment == "waiting":
             cancelled.cancel()
-        first.come.set()
-        if moment == "called":
-            await first_task  # the slot is granted at the same moment
+        first.may_arrive.set()
+        if moment == "granted":
+            await first_task  # its end has granted the slot to the next call, which has not continued yet
             cancelled.cancel()
         await first_task
         if moment == "reading":
-            await rest()
+            await run_ready_tasks()
             cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
         last, last_task = start(slots, "c")
-        last.come.set()
+        last.may_arrive.set()
         return await asyncio.wait_for(last_task, PATIENCE_S)
 
     assert asyncio.run(run()) == b"message"
 
 
-def test_a_message_that_is_over_while_the_loop_is_busy_ends_once():
+def test_a_message_that_loses_its_slot_while_the_loop_is_busy_ends_once():
     async def run():
         unhandled = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, what: unhandled.append(what))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
         slots = SlotQueue(1, 10, 0.3)
         _, slow = start(slots, "a")
-        await asyncio.sleep(0.26)
+        await asyncio.sleep(0.26)  # shortly before the timeout of the slow message
         message, waiting = start(slots, "b")
-        await rest()
-        time.sleep(0.6)
-        message.come.set()
+        await run_ready_tasks()
+        time.sleep(0.6)  # meanwhile all timers become due: the slow message is late, and a call waits for its slot
+        message.may_arrive.set()
         results = await asyncio.gather(slow, waiting, return_exceptions=True)
         return results, unhandled
 

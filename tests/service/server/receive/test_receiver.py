@@ -1,4 +1,4 @@
-"""Received and sent messages of a real server; raw connections violate the protocol."""
+"""Received and sent messages of a real server. Raw connections do what the clients of gRPC do not do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from bench.hostile.attacks.flood import PREFILL, open_channel
+from bench.hostile.attacks.frames import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    PREFACE,
+    SETTINGS,
+    block,
+    frame,
+)
 from radixkv.errors import QueueFull
 from radixkv.service.client import AsyncClient
 from radixkv.service.server.receive import grpc_options
@@ -25,9 +36,13 @@ from tests.service.fake_engine import FakeEngine
 from tests.service.server.auth.certificates import CredentialFiles
 from tests.service.serving import becomes_true, refusal_of, serving
 
+PING = 6  # a type of HTTP/2 frames
+# The start of a connection. It acknowledges the server's settings, or gRPC would end the connection after 10 s.
+OPENING = PREFACE + frame(SETTINGS, 0, 0, b"") + frame(SETTINGS, ACK, 0, b"")
 
-async def begun(address):
-    """Open a call that sends no message yet."""
+
+async def open_call(address):
+    """Open a connection, and begin a call that has not sent its message yet; return both."""
     channel = grpc.aio.insecure_channel(address)
     call = channel.stream_unary(PREFILL)()
     await call.wait_for_connection()
@@ -37,7 +52,7 @@ async def begun(address):
 def test_a_message_that_does_not_arrive_is_aborted():
     async def run():
         async with serving(FakeEngine(), receive_timeout_s=0.05) as (_, address):
-            channel, call = await begun(address)
+            channel, call = await open_call(address)
             refusal = await refusal_of(call)
             await channel.close()
             return refusal.code(), refusal.details()
@@ -50,7 +65,7 @@ def test_a_message_that_does_not_arrive_is_aborted():
 def test_a_call_without_a_message_is_refused():
     async def run():
         async with serving(FakeEngine()) as (_, address):
-            channel, call = await begun(address)
+            channel, call = await open_call(address)
             await call.done_writing()
             refusal = await refusal_of(call)
             await channel.close()
@@ -63,7 +78,7 @@ def test_a_message_that_arrives_when_no_new_calls_are_accepted_is_refused():
     async def run():
         engine = FakeEngine()
         async with serving(engine) as (server, address):
-            channel, call = await begun(address)
+            channel, call = await open_call(address)
             assert await becomes_true(lambda: server.receiver.num_calls == 1)
             server.receiver.refuse_new()
             await call.write(PrefillRequest(token_ids=[1]).SerializeToString())
@@ -80,7 +95,7 @@ def test_callers_that_send_nothing_do_not_block_others():
             serving(FakeEngine(), max_message_bytes=2048, max_receiving_bytes=8192) as (_, address),
             AsyncClient(address) as client,
         ):
-            stalled = [await begun(address) for _ in range(12)]  # three per slot
+            stalled = [await open_call(address) for _ in range(12)]  # three per slot
             answer = await client.prefill([3], timeout_s=PATIENCE_S)
             for channel, call in stalled:
                 call.cancel()
@@ -103,7 +118,7 @@ def test_a_tenant_that_holds_too_much_is_refused_and_others_are_not():
             engine.open_gate()
             await asyncio.gather(greedy, other)
             assert (await client.prefill(prompt, tenant="greedy")).usage.prompt_tokens == 10_000
-            return refusal.code(), dict(tuple(refusal.trailing_metadata())).get("retry-after-ms")
+            return refusal.code(), retry_after_ms(refusal)
 
     assert asyncio.run(run()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "1000")
 
@@ -166,9 +181,8 @@ def test_log_probabilities_of_a_prompt_count_as_held_before_they_are_known():
     async def run():
         engine = FakeEngine(is_gated=True)
         async with serving(engine, max_held_bytes=60_000) as (_, address), AsyncClient(address) as client:
-            greedy = client.generate(
-                [1] * 100, tenant="greedy", prompt_logprobs=9, timeout_s=PATIENCE_S
-            )  # 48,000 bytes
+            # 3 copies of 100 * 10 log probabilities with 16 bytes each: 48,000 of the 60,000 bytes
+            greedy = client.generate([1] * 100, tenant="greedy", prompt_logprobs=9, timeout_s=PATIENCE_S)
             assert await becomes_true(lambda: len(engine.futures) == 1)
             again = client.generate([1] * 100, tenant="greedy", prompt_logprobs=9, timeout_s=PATIENCE_S)
             refusal = await refusal_of(anext(again))
@@ -182,7 +196,7 @@ def test_log_probabilities_of_a_prompt_count_as_held_before_they_are_known():
 
 
 def test_a_response_that_is_not_read_ends_with_its_connection():
-    """The answer of 8 MB does not fit into what sockets hold, and the caller reads none of it."""
+    """The response of 8 MB does not fit into the buffers of sockets, and the caller never widens its window for it."""
 
     async def run():
         async with (
@@ -190,15 +204,13 @@ def test_a_response_that_is_not_read_ends_with_its_connection():
             AsyncClient(address) as client,
         ):
             reader, writer = await asyncio.open_connection(*address.rsplit(":", 1), limit=1024)
-            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
-            writer.write(frame(4, 1, 0, b""))  # the server's settings are acknowledged, or gRPC would end it after 10 s
-            writer.write(headers(1) + data(1, PrefillRequest(token_ids=[1], return_logits=True)))
+            writer.write(OPENING + prefill_frames(PrefillRequest(token_ids=[1], return_logits=True)))
             await writer.drain()
-            closed = await asyncio.wait_for(read_to_end(reader), PATIENCE_S)
+            await asyncio.wait_for(read_to_end(reader), PATIENCE_S)
             writer.close()
-            return closed, (await client.prefill([3])).next_token_id
+            return (await client.prefill([3])).next_token_id
 
-    assert asyncio.run(run()) == (True, 3)
+    assert asyncio.run(run()) == 3
 
 
 def test_a_client_may_ping_during_a_long_call(monkeypatch):
@@ -207,21 +219,20 @@ def test_a_client_may_ping_during_a_long_call(monkeypatch):
     async def run():
         async with serving(FakeEngine(is_gated=True)) as (_, address):
             reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
-            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5) + frame(4, 1, 0, b""))
-            writer.write(headers(1) + data(1, PrefillRequest(token_ids=[1])))
+            writer.write(OPENING + prefill_frames(PrefillRequest(token_ids=[1])))
             for number in range(6):  # by default, gRPC closes the connection after the fourth ping
                 await asyncio.sleep(0.15)
                 ping = f"ping {number:03}".encode()
-                writer.write(frame(6, 0, 0, ping))
+                writer.write(frame(PING, 0, 0, ping))
                 await asyncio.wait_for(reader.readuntil(ping), PATIENCE_S)  # the acknowledgement
             writer.close()
 
     asyncio.run(run())
 
 
-def refused(kinds):
-    """Return the configuration of a server that counts refusals in `kinds`."""
-    return {"count_refusal": lambda error: kinds.append(type(error))}
+def counting_refusals(refusal_types):
+    """Return the options of a server that adds the type of each refusal to `refusal_types`."""
+    return {"count_refusal": lambda error: refusal_types.append(type(error))}
 
 
 def retry_after_ms(refusal):
@@ -229,11 +240,11 @@ def retry_after_ms(refusal):
 
 
 def test_endless_streams_have_a_limit_of_their_own_and_do_not_count_as_calls():
-    kinds = []
+    refusal_types = []
 
     async def run():
         async with (
-            serving(FakeEngine(), max_calls=16, **refused(kinds)) as (server, address),
+            serving(FakeEngine(), max_calls=16, **counting_refusals(refusal_types)) as (server, address),
             grpc.aio.insecure_channel(address) as channel,
             AsyncClient(address) as client,
         ):
@@ -242,14 +253,14 @@ def test_endless_streams_have_a_limit_of_their_own_and_do_not_count_as_calls():
             for each in watching:
                 await each.read()
             reflection = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
-            talks = [reflection() for _ in range(2)]
+            reflecting = [reflection() for _ in range(2)]
             assert await becomes_true(lambda: server.receiver.num_endless == 2)
             refusals = [
                 await refusal_of(watch(health_pb2.HealthCheckRequest()).read()),
                 await refusal_of(reflection().read()),
             ]
-            for talk in talks:
-                talk.cancel()
+            for each in reflecting:
+                each.cancel()
             answers = await asyncio.gather(*(client.prefill([number]) for number in range(16)))
             watching[0].cancel()
             later = watch(health_pb2.HealthCheckRequest())
@@ -264,25 +275,25 @@ def test_endless_streams_have_a_limit_of_their_own_and_do_not_count_as_calls():
     codes, num_answers = asyncio.run(run())
     assert codes == [(grpc.StatusCode.RESOURCE_EXHAUSTED, "1000")] * 2
     assert num_answers == 16
-    assert set(kinds) == {QueueFull}
+    assert set(refusal_types) == {QueueFull}
 
 
-def test_unauthenticated_watches_keep_no_router_from_its_events():
+def test_unauthenticated_watches_do_not_keep_a_router_from_its_events():
     async def run():
         engine = FakeEngine()
         engine.events = FakeSource()
         engine.events.store(1, 2, 3, 4)
-        own_line = (("grpc.use_local_subchannel_pool", 1),)
+        own_connection = (("grpc.use_local_subchannel_pool", 1),)
         async with serving(engine, max_calls=16) as (_, address), contextlib.AsyncExitStack() as stack:
             watches = []
             for _ in range(5):
-                channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, own_line))
+                channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, own_connection))
                 watches.append(health_pb2_grpc.HealthStub(channel).Watch)
             watching = [watch(health_pb2.HealthCheckRequest()) for watch in watches[:4]]
             for each in watching:
                 await each.read()
             refusal = await refusal_of(watches[4](health_pb2.HealthCheckRequest()).read())
-            router = await stack.enter_async_context(AsyncClient(address, options=own_line))
+            router = await stack.enter_async_context(AsyncClient(address, options=own_connection))
             return refusal.code(), (await anext(router.subscribe(timeout_s=PATIENCE_S))).sequence_number
 
     code, _ = asyncio.run(run())
@@ -290,12 +301,12 @@ def test_unauthenticated_watches_keep_no_router_from_its_events():
 
 
 def test_a_connection_with_all_calls_is_refused_and_another_one_has_its_share():
-    kinds = []
+    refusal_types = []
 
     async def run():
         engine = FakeEngine(is_gated=True)
         async with (
-            serving(engine, max_calls=4, **refused(kinds)) as (_, address),
+            serving(engine, max_calls=4, **counting_refusals(refusal_types)) as (_, address),
             AsyncClient(address) as greedy,
             open_channel(address) as connection,
         ):
@@ -308,17 +319,17 @@ def test_a_connection_with_all_calls_is_refused_and_another_one_has_its_share():
             refusal = await refusal_of(greedy.prefill([1]))
             calls += [other() for _ in range(2)]
             assert await becomes_true(lambda: len(engine.futures) == 6)
-            last = await refusal_of(other())
+            refusal_of_other = await refusal_of(other())
             engine.open_gate()
             await asyncio.gather(*calls)
-            return refusal.details(), last.details(), retry_after_ms(refusal)
+            return refusal.details(), refusal_of_other.details(), retry_after_ms(refusal)
 
     assert asyncio.run(run()) == (
         "service: expected at most an equal share of 4 calls in flight for this connection, got 5",
         "service: expected at most an equal share of 4 calls in flight for this connection, got 3",
         "1000",
     )
-    assert kinds == [QueueFull] * 2
+    assert refusal_types == [QueueFull] * 2
 
 
 def test_connections_of_one_credential_share_its_calls(tmp_path):
@@ -353,8 +364,8 @@ def test_a_reflection_stream_ends_after_its_timeout():
             serving(FakeEngine(), receive_timeout_s=0.3) as (_, address),
             grpc.aio.insecure_channel(address) as channel,
         ):
-            talk = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
-            return (await refusal_of(talk.read())).code()
+            call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+            return (await refusal_of(call.read())).code()
 
     assert asyncio.run(run()) is grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -363,10 +374,10 @@ def test_messages_without_a_prompt_must_be_small():
     async def run():
         async with serving(FakeEngine()) as (_, address), grpc.aio.insecure_channel(address) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check
-            talk = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
-            await talk.write(reflection_pb2.ServerReflectionRequest(file_by_filename="x" * 5000))
+            reflection = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+            await reflection.write(reflection_pb2.ServerReflectionRequest(file_by_filename="x" * 5000))
             refusals = [await refusal_of(check(health_pb2.HealthCheckRequest(service="x" * 5000)))]
-            refusals.append(await refusal_of(talk.read()))
+            refusals.append(await refusal_of(reflection.read()))
             return {(each.code(), each.details()) for each in refusals}
 
     ((code, details),) = asyncio.run(run())
@@ -388,36 +399,15 @@ def test_memory_of_unauthenticated_callers_is_not_charged_to_the_unnamed_tenant(
     assert asyncio.run(run()) == 60
 
 
-async def read_to_end(reader) -> bool:
-    """Read without ever widening a window, until the connection ends."""
-    try:
+async def read_to_end(reader) -> None:
+    """Read until the server ends the connection. The flow-control window is never widened."""
+    with contextlib.suppress(ConnectionResetError):
         while await reader.read(65_536):
             pass
-    except ConnectionResetError:
-        pass
-    return True
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
-
-
-def headers(stream: int) -> bytes:
-    fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": PREFILL,
-        ":authority": "x",
-        "te": "trailers",
-        "content-type": "application/grpc",
-    }
-    block = b"".join(
-        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-        for name, value in fields.items()
-    )
-    return frame(1, 4, stream, block)
-
-
-def data(stream: int, message: PrefillRequest) -> bytes:
+def prefill_frames(message: PrefillRequest) -> bytes:
+    """Return the HTTP/2 frames of a call of Prefill on the stream 1."""
     body = message.SerializeToString()
-    return frame(0, 1, stream, b"\0" + len(body).to_bytes(4, "big") + body)
+    prefixed = b"\0" + len(body).to_bytes(4, "big") + body
+    return frame(HEADERS, END_HEADERS, 1, block(PREFILL)) + frame(DATA, END_STREAM, 1, prefixed)

@@ -8,13 +8,15 @@ from radixkv.v1.prefill_pb2 import GenerateRequest, PrefillRequest
 PROMPT = PrefillRequest(token_ids=range(10))
 
 
-def of_gateway(**sampling):
+def gateway_request(**sampling):
+    """Return a request of the gateway with a prompt of ten tokens."""
     return vllm_engine_pb2.GenerateRequest(
         tokenized=vllm_engine_pb2.TokenizedInput(input_ids=range(10)),
         sampling_params=vllm_engine_pb2.SamplingParams(**sampling),
     )
 
 
+# Three copies of 1000 logits with 4 bytes each; or of the log probabilities of 10 tokens, with 16 bytes each.
 @pytest.mark.parametrize(
     ("request_", "num_bytes"),
     [
@@ -25,12 +27,14 @@ def of_gateway(**sampling):
         (GenerateRequest(prefill=PROMPT, prompt_logprobs=4, logprobs=9), 3 * 16 * 10 * 5),
         (GenerateRequest(prefill=PROMPT, logprobs=4), 0),
         (GenerateRequest(prefill=PROMPT, prompt_logprobs=2**32 - 1), 3 * 16 * 10 * 101),
-        (of_gateway(prompt_logprobs=4), 3 * 16 * 10 * 5),
-        (of_gateway(prompt_logprobs=-1), 3 * 16 * 10),
-        (of_gateway(logprobs=4), 0),
+        (gateway_request(prompt_logprobs=4), 3 * 16 * 10 * 5),
+        (gateway_request(prompt_logprobs=-1), 3 * 16 * 10),
+        (gateway_request(logprobs=4), 0),
     ],
 )
-def test_requested_values_count_for_three_copies_and_generated_tokens_when_they_exist(request_, num_bytes):
+def test_requested_logits_and_log_probabilities_of_the_prompt_count_before_they_exist_and_generated_tokens_do_not(
+    request_, num_bytes
+):
     assert response_bytes(request_, 1000) == num_bytes
 
 

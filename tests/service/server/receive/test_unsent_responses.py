@@ -5,6 +5,8 @@ from tests.service.serving import becomes_true
 
 
 class Call:
+    """What gRPC's context tells of a call: its connection."""
+
     def __init__(self, peer):
         self._peer = peer
 
@@ -12,19 +14,30 @@ class Call:
         return self._peer
 
 
+class Connections:
+    """Records which connections are to be closed, one set of peers per call of `close`."""
+
+    def __init__(self):
+        self.closed = []
+
+    def close(self, peers):
+        self.closed.append(peers)
+        return len(peers)
+
+
 def test_connections_that_leave_an_answer_unread_are_closed():
     async def run():
-        closed = []
-        unsent = UnsentResponses(0.05, lambda peers: closed.append(peers) or len(peers))
+        connections = Connections()
+        unsent = UnsentResponses(0.05, connections.close)
         read, unread = Call("ipv4:1.1.1.1:1"), Call("ipv4:1.1.1.1:2")
         unsent.add(read)
         unsent.add(unread)
         unsent.discard(read)
-        assert await becomes_true(lambda: bool(closed))
+        assert await becomes_true(lambda: bool(connections.closed))
         later = Call("ipv4:1.1.1.1:3")
         unsent.add(later)
-        assert await becomes_true(lambda: len(closed) == 2)
-        return closed
+        assert await becomes_true(lambda: len(connections.closed) == 2)
+        return connections.closed
 
     assert asyncio.run(run()) == [{"ipv4:1.1.1.1:2"}, {"ipv4:1.1.1.1:3"}]
 
@@ -42,54 +55,56 @@ def test_the_log_reports_how_many_connections_were_closed(caplog):
 
 def test_a_call_that_is_over_may_be_discarded_again():
     async def run():
-        closed = []
-        unsent = UnsentResponses(60, lambda peers: closed.append(peers) or 0)
+        connections = Connections()
+        unsent = UnsentResponses(60, connections.close)
         call = Call("ipv4:1.1.1.1:1")
         unsent.add(call)
         unsent.discard(call)
         unsent.discard(call)
-        return closed
+        return connections.closed
 
     assert asyncio.run(run()) == []
 
 
 def test_a_response_that_was_sent_while_the_loop_was_busy_closes_nothing():
     async def run():
-        closed = []
-        unsent = UnsentResponses(0.02, lambda peers: closed.append(peers) or 0)
+        connections = Connections()
+        unsent = UnsentResponses(0.02, connections.close)
         call = Call("ipv4:1.1.1.1:1")
         loop = asyncio.get_running_loop()
-        late_s = loop.time() + 0.05
+        busy_until_s = loop.time() + 0.05
         unsent.add(call)
-        while loop.time() < late_s:  # busy: no callback runs
+        while loop.time() < busy_until_s:  # busy: no callback runs
             pass
         loop.call_later(0, unsent.discard, call)
         unread = Call("ipv4:1.1.1.1:2")
         unsent.add(unread)
-        assert await becomes_true(lambda: bool(closed))
-        return closed
+        assert await becomes_true(lambda: bool(connections.closed))
+        return connections.closed
 
     assert asyncio.run(run()) == [{"ipv4:1.1.1.1:2"}]
 
 
 def test_a_stream_whose_late_message_was_sent_is_not_closed_for_its_next_one():
     async def run():
-        closed = []
-        unsent = UnsentResponses(0.02, lambda peers: closed.append(peers) or 0)
+        connections = Connections()
+        unsent = UnsentResponses(0.02, connections.close)
         stream, unread = Call("ipv4:1.1.1.1:1"), Call("ipv4:1.1.1.1:2")
 
-        def go_on():
+        def send_and_wait_again():
             unsent.discard(stream)
             unsent.add(stream)
 
         loop = asyncio.get_running_loop()
-        late_s = loop.time() + 0.05
+        busy_until_s = loop.time() + 0.05
         unsent.add(stream)
         unsent.add(unread)
-        while loop.time() < late_s:  # both are late at the first check
+        while loop.time() < busy_until_s:  # both are late at the first check
             pass
-        loop.call_later(0.05, go_on)  # between the two checks: timers run in the order in which they are due
-        assert await becomes_true(lambda: bool(closed))
-        return closed[0]
+        loop.call_later(
+            0.05, send_and_wait_again
+        )  # before the second check: timers run in the order in which they are due
+        assert await becomes_true(lambda: bool(connections.closed))
+        return connections.closed[0]
 
     assert asyncio.run(run()) == {"ipv4:1.1.1.1:2"}

@@ -38,7 +38,7 @@ PROTO = Path(__file__).parents[4] / "proto" / "radixkv" / "v1"
 # A number, and the words that make it a bound.
 BOUND = re.compile(r"\bat (most|least) -?\d|(?<![\w`.])-?\d[\d.,e-]* to -?\d|[Mm]ore than \d|(?:most|least) one\b")
 PROMPT = range(8)
-MAX_TTL_S = 31_622_400
+MAX_TTL_S = 31_622_400  # 366 days
 
 
 class CheckingEngine(FakeEngine):
@@ -64,27 +64,29 @@ def generate(**fields: Any) -> GenerateRequest:
     return GenerateRequest(**{"prefill": prefill(), "max_new_tokens": 2, **fields})
 
 
-def floats(name: str, low: float | None, high: float | None, *, is_low_open: bool = False) -> Bounds:
-    """Return the bounds of a float field; with `is_low_open`, the lower one is outside."""
-    inside, outside = [], []
-    for end, beyond, is_open in ((low, -np.inf, is_low_open), (high, np.inf, False)):
-        if end is not None:
-            nearest = np.float32(end)
-            inside.append(np.nextafter(nearest, -beyond, dtype=np.float32) if is_open else nearest)
-            outside.append(nearest if is_open else np.nextafter(nearest, beyond, dtype=np.float32))
-    as_requests = [[generate(**{name: float(value)}) for value in values] for values in (inside, [*outside, np.nan])]
-    return Bounds(*as_requests)
+def float_bounds(name: str, low: float, high: float, *, is_low_open: bool = False) -> Bounds:
+    """Return the bounds of a float field, with NaN outside; with `is_low_open`, the lower one is outside."""
+    inside, outside = [], [np.nan]
+    for end, outward, is_open in ((low, -np.inf, is_low_open), (high, np.inf, False)):
+        nearest = np.float32(end)
+        inside.append(np.nextafter(nearest, -outward, dtype=np.float32) if is_open else nearest)
+        outside.append(nearest if is_open else np.nextafter(nearest, outward, dtype=np.float32))
+    return Bounds(
+        [generate(**{name: float(value)}) for value in inside],
+        [generate(**{name: float(value)}) for value in outside],
+    )
 
 
-def retained(priority: int = 50, seconds: int = 1, nanos: int = 0) -> PrefillRequest:
+def prefill_retained(priority: int = 50, seconds: int = 1, nanos: int = 0) -> PrefillRequest:
     return prefill(retention=Retention(priority=priority, ttl=Duration(seconds=seconds, nanos=nanos)))
 
 
-def compressed(**fields: Any) -> GenerateRequest:
+def generate_compressed(**fields: Any) -> GenerateRequest:
     return generate(compression=Compression(**fields))
 
 
-def names(field: str) -> Bounds:
+def name_bounds(field: str) -> Bounds:
+    """Return the bounds of the length of a name, in each request that has this field."""
     kinds = (PrefillRequest,) if field in ("request_id", "session_id") else (PrefillRequest, ProbeRequest)
     inside = [kind(**{"token_ids": PROMPT, field: "n" * 256}) for kind in kinds]
     return Bounds(inside, [kind(**{"token_ids": PROMPT, field: "n" * 257}) for kind in kinds])
@@ -92,29 +94,30 @@ def names(field: str) -> Bounds:
 
 TABLE = {
     "PrefillRequest.token_ids": Bounds([prefill(token_ids=[0])], [prefill(token_ids=[])]),
-    "PrefillRequest.tenant": names("tenant"),
-    "PrefillRequest.adapter": Bounds([], [prefill(adapter="n" * 257)]),  # unknown within the bounds
-    "PrefillRequest.salt": names("salt"),
-    "PrefillRequest.request_id": names("request_id"),
-    "PrefillRequest.session_id": names("session_id"),
+    "PrefillRequest.tenant": name_bounds("tenant"),
+    # No adapter is loaded, so names within the bounds are refused too, as unknown.
+    "PrefillRequest.adapter": Bounds([], [prefill(adapter="n" * 257)]),
+    "PrefillRequest.salt": name_bounds("salt"),
+    "PrefillRequest.request_id": name_bounds("request_id"),
+    "PrefillRequest.session_id": name_bounds("session_id"),
     "PrefillRequest.top_logprobs": Bounds([prefill(top_logprobs=n) for n in (0, 100)], [prefill(top_logprobs=101)]),
     "PrefillRequest.priority": Bounds([prefill(priority=n) for n in (0, 100)], [prefill(priority=101)]),
-    "Retention.priority": Bounds([retained(n) for n in (0, 100)], [retained(101)]),
+    "Retention.priority": Bounds([prefill_retained(n) for n in (0, 100)], [prefill_retained(101)]),
     "Retention.ttl": Bounds(
-        [retained(seconds=0, nanos=1), retained(seconds=MAX_TTL_S)],
+        [prefill_retained(seconds=0, nanos=1), prefill_retained(seconds=MAX_TTL_S)],
         [
-            retained(seconds=0),
-            retained(seconds=-1),
-            retained(seconds=MAX_TTL_S, nanos=1),
-            retained(seconds=MAX_TTL_S + 1),
+            prefill_retained(seconds=0),
+            prefill_retained(seconds=-1),
+            prefill_retained(seconds=MAX_TTL_S, nanos=1),
+            prefill_retained(seconds=MAX_TTL_S + 1),
         ],
     ),
     "GenerateRequest.max_new_tokens": Bounds([generate(max_new_tokens=1)], [generate(max_new_tokens=0)]),
-    "GenerateRequest.top_p": floats("top_p", 0, 1, is_low_open=True),
-    "GenerateRequest.min_p": floats("min_p", 0, 1),
-    "GenerateRequest.repetition_penalty": floats("repetition_penalty", 1e-6, 1e6),
-    "GenerateRequest.presence_penalty": floats("presence_penalty", -2, 2),
-    "GenerateRequest.frequency_penalty": floats("frequency_penalty", -2, 2),
+    "GenerateRequest.top_p": float_bounds("top_p", 0, 1, is_low_open=True),
+    "GenerateRequest.min_p": float_bounds("min_p", 0, 1),
+    "GenerateRequest.repetition_penalty": float_bounds("repetition_penalty", 1e-6, 1e6),
+    "GenerateRequest.presence_penalty": float_bounds("presence_penalty", -2, 2),
+    "GenerateRequest.frequency_penalty": float_bounds("frequency_penalty", -2, 2),
     "GenerateRequest.stop_token_ids": Bounds(
         [generate(stop_token_ids=[1] * 1024)], [generate(stop_token_ids=[1] * 1025)]
     ),
@@ -135,23 +138,30 @@ TABLE = {
         [generate(stop=[chr(65 + n) for n in range(17)]), generate(stop=["s" * 257]), generate(stop=[""])],
     ),
     "Compression.max_tokens": Bounds(
-        [compressed(policy=H2O, max_tokens=2)], [compressed(policy=H2O, max_tokens=n) for n in (0, 1)]
+        [generate_compressed(policy=H2O, max_tokens=2)], [generate_compressed(policy=H2O, max_tokens=n) for n in (0, 1)]
     ),
     "Compression.num_sinks": Bounds(
-        [compressed(policy=STREAMING_LLM, max_tokens=n, num_sinks=n - 1) for n in (2, 9)],
-        [compressed(policy=STREAMING_LLM, max_tokens=9, num_sinks=9)],
+        [generate_compressed(policy=STREAMING_LLM, max_tokens=n, num_sinks=n - 1) for n in (2, 9)],
+        [generate_compressed(policy=STREAMING_LLM, max_tokens=9, num_sinks=9)],
     ),
     "Compression.window": Bounds(
-        [compressed(policy=SNAPKV, max_tokens=999, window=256), compressed(policy=H2O, max_tokens=9, window=8)],
-        [compressed(policy=SNAPKV, max_tokens=999, window=257), compressed(policy=H2O, max_tokens=9, window=9)],
+        [
+            generate_compressed(policy=SNAPKV, max_tokens=999, window=256),
+            generate_compressed(policy=H2O, max_tokens=9, window=8),
+        ],
+        [
+            generate_compressed(policy=SNAPKV, max_tokens=999, window=257),
+            generate_compressed(policy=H2O, max_tokens=9, window=9),
+        ],
     ),
-    "RenewRequest.tenant": Bounds([], [RenewRequest(lease_id="x", tenant="n" * 257)]),  # an unknown lease otherwise
+    # No lease is held, so requests within the bounds are refused too, because the lease is unknown.
+    "RenewRequest.tenant": Bounds([], [RenewRequest(lease_id="x", tenant="n" * 257)]),
     "ListSegmentsRequest.page_size": Bounds(
         [ListSegmentsRequest(page_size=n) for n in (1, 1000)], [ListSegmentsRequest(page_size=n) for n in (0, 1001)]
     ),
 }
-# Bounds of responses, of whole requests, and those that other tests check.
-ELSEWHERE = {
+# Fields whose bounds other tests check, and fields of responses, or of whole requests, whose bounds are not limits.
+CHECKED_ELSEWHERE = {
     "GenerateRequest.json_schema",  # below
     "GenerateRequest.regex",
     "GenerateRequest.grammar",
@@ -176,7 +186,7 @@ ELSEWHERE = {
 }
 
 
-def documented() -> Iterator[str]:
+def documented_fields() -> Iterator[str]:
     """Yield each field whose comment gives a numeric bound."""
     for file in sorted(PROTO.glob("*.proto")):
         message, comment = "", ""
@@ -195,9 +205,9 @@ def documented() -> Iterator[str]:
 
 
 def test_every_documented_bound_is_checked_here_or_elsewhere() -> None:
-    found = set(documented())
-    assert len(found) > 25
-    assert found - set(TABLE) - ELSEWHERE == set()
+    fields = set(documented_fields())
+    assert len(fields) > 25
+    assert fields - set(TABLE) - CHECKED_ELSEWHERE == set()
 
 
 async def outcome_of(channel: grpc.aio.Channel, request: Any) -> str:
@@ -205,7 +215,8 @@ async def outcome_of(channel: grpc.aio.Channel, request: Any) -> str:
     prefills = prefill_pb2_grpc.PrefillServiceStub(channel)
     try:
         if isinstance(request, GenerateRequest):
-            _ = [each async for each in prefills.Generate(request, timeout=PATIENCE_S)]
+            async for _ in prefills.Generate(request, timeout=PATIENCE_S):
+                pass
         elif isinstance(request, ListSegmentsRequest):
             await cache_pb2_grpc.CacheServiceStub(channel).ListSegments(request, timeout=PATIENCE_S)
         else:

@@ -18,13 +18,14 @@ from tests.service.fake_engine import FakeEngine
 from tests.service.serving import serve_and_call, serving
 
 
-def refused(call: Callable[[], object]) -> Any:
+def refusal_of(call: Callable[[], object]) -> Any:
+    """Make a call that must be refused, and return the refusal."""
     with pytest.raises(grpc.RpcError) as refusal:
         call()
     return refusal.value
 
 
-def of_adapter(digest: str) -> Namespace:
+def namespace_of(digest: str) -> Namespace:
     return Namespace("fake", adapter=digest)
 
 
@@ -61,8 +62,8 @@ def test_a_list_counts_tokens_and_requests_and_shows_draining_adapters() -> None
     def talk(address: str) -> None:
         with Client(address) as client:
             client.load_adapter("law", "one")
-            publish(engine.cache, "abcdefgh", of_adapter("one"))
-            engine.adapters._names.acquire("law")
+            publish(engine.cache, "abcdefgh", namespace_of("one"))
+            engine.adapters._names.acquire("law")  # as a running request does
             client.load_adapter("law", "two")
             listed = [
                 (each.name, each.digest, each.is_draining, each.unfinished_requests, each.cached_tokens)
@@ -89,7 +90,7 @@ def test_a_wrong_load_is_refused_by_name(name: str, path: str, code: grpc.Status
         with Client(address) as client:
             for number in range(4):
                 client.load_adapter(f"a{number}", f"digest {number}")
-            refusal = refused(lambda: client.load_adapter(name, path))
+            refusal = refusal_of(lambda: client.load_adapter(name, path))
             assert (refusal.code(), message in refusal.details()) == (code, True)
 
     serve_and_call(engine, talk)
@@ -98,26 +99,28 @@ def test_a_wrong_load_is_refused_by_name(name: str, path: str, code: grpc.Status
 def test_an_unknown_name_is_not_found() -> None:
     def talk(address: str) -> None:
         with Client(address) as client:
-            refusal = refused(lambda: client.unload_adapter("law"))
+            refusal = refusal_of(lambda: client.unload_adapter("law"))
             assert refusal.code() is grpc.StatusCode.NOT_FOUND
-            refusal = refused(lambda: client.unload_adapter(""))
+            refusal = refusal_of(lambda: client.unload_adapter(""))
             assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     serve_and_call(FakeEngine(), talk)
 
 
-@pytest.mark.parametrize("is_on", [True, False], ids=["no directory", "no adapters"])
-def test_a_service_that_loads_no_adapters_says_that_it_is_switched_off(is_on: bool) -> None:
+@pytest.mark.parametrize("has_adapters", [True, False], ids=["no directory", "no adapters"])
+def test_a_service_that_loads_no_adapters_says_that_it_is_switched_off(has_adapters: bool) -> None:
     engine = FakeEngine()
-    source = engine.device.source()._replace(directory=AdapterDirectory("", ())) if is_on else None
+    source = None
+    if has_adapters:
+        source = engine.device.source()._replace(directory=AdapterDirectory("", ()))
     engine.adapters = Adapters("fake", source, engine.cache, engine.adapters._thread)
 
     def talk(address: str) -> None:
         with Client(address) as client:
-            refusal = refused(lambda: client.load_adapter("law", "one"))
+            refusal = refusal_of(lambda: client.load_adapter("law", "one"))
             assert refusal.code() is grpc.StatusCode.UNIMPLEMENTED
             assert "adapter" in refusal.details()
-            assert client.adapters().max_adapters == (4 if is_on else 0)
+            assert client.adapters().max_adapters == (4 if has_adapters else 0)
 
     serve_and_call(engine, talk)
 
@@ -125,7 +128,7 @@ def test_a_service_that_loads_no_adapters_says_that_it_is_switched_off(is_on: bo
 def test_segments_show_names_next_to_the_digest() -> None:
     engine = FakeEngine()
     for digest in ("one", "two", ""):
-        publish(engine.cache, "abcd", of_adapter(digest))
+        publish(engine.cache, "abcd", namespace_of(digest))
 
     def talk(address: str) -> None:
         with Client(address) as client:

@@ -15,7 +15,8 @@ from tests.service.fake_engine import FakeEngine
 from tests.service.serving import serve_and_call, serving
 
 
-def refused(call: Callable[[], object]) -> Any:
+def refusal_of(call: Callable[[], object]) -> Any:
+    """Make a call that must be refused, and return the refusal."""
     with pytest.raises(grpc.RpcError) as refusal:
         call()
     return refusal.value
@@ -28,13 +29,13 @@ def test_both_clients_register_list_and_unregister() -> None:
         async with serving(engine) as (_, address), AsyncClient(address) as client:
             await client.load_adapter("law", "one")
             plain = await client.public.register("system", range(10))
-            assert plain == PublicPrefix(name="system", tokens=10, blocks=3, is_computed=True)
+            assert plain == PublicPrefix(name="system", tokens=10, blocks=3, is_computed=True)  # 4 tokens per block
             with Client(address) as blocking:
-                own = await asyncio.to_thread(blocking.public.register, "legal", range(8), adapter="law")
-                assert (own.adapter_digest, own.adapter_names) == ("one", ["law"])
+                legal = await asyncio.to_thread(blocking.public.register, "legal", range(8), adapter="law")
+                assert (legal.adapter_digest, legal.adapter_names) == ("one", ["law"])
                 listed = await asyncio.to_thread(blocking.public.list)
                 assert listed == await client.public.list()
-                assert list(listed.public_prefixes) == [plain, own]
+                assert list(listed.public_prefixes) == [plain, legal]
                 assert (await asyncio.to_thread(blocking.public.unregister, "legal")).name == "legal"
             assert await client.public.unregister("system") == PublicPrefix(name="system", tokens=10, blocks=3)
             assert not (await client.public.list()).public_prefixes
@@ -44,7 +45,7 @@ def test_both_clients_register_list_and_unregister() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "status", "words"),
+    ("call", "status", "message"),
     [
         (
             lambda client: client.public.register("", range(8)),
@@ -59,11 +60,11 @@ def test_both_clients_register_list_and_unregister() -> None:
         (lambda client: client.public.unregister("p"), "NOT_FOUND", "name: expected the name of a public prefix"),
     ],
 )
-def test_invalid_requests_are_refused_by_name(call: Callable[[Client], object], status: str, words: str) -> None:
+def test_invalid_requests_are_refused_by_name(call: Callable[[Client], object], status: str, message: str) -> None:
     def ask(address: str) -> Any:
         with Client(address) as client:
-            return refused(lambda: call(client))
+            return refusal_of(lambda: call(client))
 
     error = serve_and_call(FakeEngine(), ask)
     assert error.code().name == status
-    assert error.details().startswith(words)
+    assert error.details().startswith(message)

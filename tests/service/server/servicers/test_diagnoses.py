@@ -30,10 +30,10 @@ def diagnose(engine: FakeEngine, **options: Any) -> DiagnoseResponse:
 
 
 def test_a_response_has_everything_that_is_known() -> None:
-    found = diagnose(diagnosed_engine("acme"))
-    assert MissCounts(*(getattr(found, name) for name in MissCounts._fields)) == COUNTS
-    assert (found.covered_s, found.further_causes) == (90.0, 0)
-    first, second = found.causes
+    response = diagnose(diagnosed_engine("acme"))
+    assert MissCounts(*(getattr(response, name) for name in MissCounts._fields)) == COUNTS
+    assert (response.covered_s, response.further_causes) == (90.0, 0)
+    first, second = response.causes
     assert second == DiagnosedCause(
         cause="SALT_CHANGED",
         tenant="acme",
@@ -72,26 +72,27 @@ def test_the_counts_on_the_wire_are_those_of_a_profile() -> None:
 
 
 def test_only_the_most_expensive_causes_are_listed() -> None:
-    found = diagnose(diagnosed_engine("acme", "globex"), max_causes=3)
-    assert [(each.tenant, each.cause) for each in found.causes] == [
+    response = diagnose(diagnosed_engine("acme", "globex"), max_causes=3)
+    assert [(each.tenant, each.cause) for each in response.causes] == [
         ("acme", "RANDOM_ID"),
         ("globex", "RANDOM_ID"),
         ("acme", "SALT_CHANGED"),
     ]
-    assert (found.prompts, found.further_causes) == (40, 1)
+    assert (response.prompts, response.further_causes) == (40, 1)
     assert len(diagnose(diagnosed_engine("acme"), max_causes=0).causes) == 0
 
 
 def test_samples_are_left_out_on_request() -> None:
-    found = diagnose(diagnosed_engine("acme"), omit_cached_text=True)
-    assert not any(each.HasField("sample") for each in found.causes)
-    assert "4f2a9c1" not in str(found)
+    response = diagnose(diagnosed_engine("acme"), omit_cached_text=True)
+    assert response.causes
+    assert not any(each.HasField("sample") for each in response.causes)
+    assert "4f2a9c1" not in str(response)
 
 
 def test_one_tenant_gets_nothing_of_another() -> None:
-    found = diagnose(diagnosed_engine("acme", "globex"), tenant="globex")
-    assert {each.tenant for each in found.causes} == {"globex"}
-    assert found.prompts == 20
+    response = diagnose(diagnosed_engine("acme", "globex"), tenant="globex")
+    assert {each.tenant for each in response.causes} == {"globex"}
+    assert response.prompts == 20
     assert diagnose(diagnosed_engine("acme"), tenant="globex") == DiagnoseResponse(covered_s=90.0)
 
 
@@ -104,7 +105,7 @@ def test_credentials_decide_whose_misses_and_texts_are_returned(tmp_path: Path) 
             serving(diagnosed_engine("acme", "globex"), **files.tls) as (_, address),
             grpc.aio.secure_channel(address, credentials) as channel,
         ):
-            found = {}
+            visible = {}
             for name, tenant in (
                 ("acme", None),
                 ("some", "acme"),
@@ -117,8 +118,8 @@ def test_credentials_decide_whose_misses_and_texts_are_returned(tmp_path: Path) 
                 metadata = (("authorization", f"Bearer {TOKENS[name]}"),)
                 response = await CacheServiceStub(channel).Diagnose(request, metadata=metadata, timeout=PATIENCE_S)
                 has_text = any(each.HasField("sample") for each in response.causes)
-                found[name, tenant] = {each.tenant for each in response.causes}, has_text
-            return found
+                visible[name, tenant] = {each.tenant for each in response.causes}, has_text
+            return visible
 
     both = {"acme", "globex"}
     assert asyncio.run(test()) == {

@@ -10,10 +10,10 @@ from tests.service.fake_engine import FakeEngine
 from tests.service.serving import serving
 
 
-@pytest.mark.parametrize(("asked_s", "expected_s"), [(None, 20), (5, 5), (1e9, 30)])
-def test_a_deadline_is_the_callers_own_within_bounds(asked_s, expected_s):
+@pytest.mark.parametrize(("requested_s", "expected_s"), [(None, 20), (5, 5), (1e9, 30)])
+def test_a_deadline_is_the_callers_own_within_bounds(requested_s, expected_s):
     deadlines = Deadlines.of(ServerConfig(default_deadline_s=20, max_deadline_s=30))
-    assert deadlines.seconds_left(asked_s) == expected_s
+    assert deadlines.seconds_left(requested_s) == expected_s
 
 
 def test_the_default_is_bounded_too():
@@ -26,8 +26,8 @@ def test_a_prompt_without_a_deadline_has_the_default():
         async with serving(engine, default_deadline_s=1000) as (_, address), AsyncClient(address) as client:
             await client.prefill([1])
             await client.prefill([1], timeout_s=60)
-            with_default, own = (params.deadline_s - time.monotonic() for params in engine.params)
-            return 61 < with_default <= 1000, own <= 61  # gRPC rounds up
+            default_s, own_s = (params.deadline_s - time.monotonic() for params in engine.params)
+            return 61 < default_s <= 1000, own_s <= 61  # gRPC rounds up
 
     assert asyncio.run(run()) == (True, True)
 

@@ -1,3 +1,5 @@
+"""`EventService.Subscribe` over a real connection."""
+
 import asyncio
 import contextlib
 
@@ -25,7 +27,7 @@ def run(test) -> None:
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
-def with_events(**bounds) -> FakeEngine:
+def engine_with_events(**bounds) -> FakeEngine:
     engine = FakeEngine()
     engine.events = FakeSource(**bounds)
     return engine
@@ -40,7 +42,7 @@ async def status_at_the_end(batches) -> grpc.StatusCode:
 
 def test_a_stream_begins_with_all_blocks_and_continues():
     async def test():
-        engine = with_events()
+        engine = engine_with_events()
         engine.events.store(1, 2, 3, 4, 5, 6, 7, 8)
         engine.events.store(1, 2, 3, 4, namespace=SALTED)
         async with serving(engine) as (_, address), AsyncClient(address) as client:
@@ -92,7 +94,7 @@ def test_hashes_are_those_that_the_engine_logs():
 
 def test_events_of_stores_are_sent_to_subscribers_that_request_them():
     async def test():
-        engine = with_events()
+        engine = engine_with_events()
         async with serving(engine) as (_, address), AsyncClient(address) as client:
             device, all_tiers = client.subscribe(), client.subscribe(stores=True)
             await anext(device)
@@ -108,16 +110,16 @@ def test_events_of_stores_are_sent_to_subscribers_that_request_them():
             assert batch_of(batches[0]).events == engine.events.log.after(batches[0].sequence_number - 1).events
             assert batch_of(batches[1]).events == engine.events.log.after(batches[0].sequence_number).events
             assert batches[2].events[0].stored.tier == ""
-            seen = [await anext(device) for _ in range(3)]
-            assert [len(batch.events) for batch in seen] == [0, 0, 1]
-            assert [batch.sequence_number for batch in seen] == [batch.sequence_number for batch in batches]
+            device_batches = [await anext(device) for _ in range(3)]
+            assert [len(batch.events) for batch in device_batches] == [0, 0, 1]
+            assert [each.sequence_number for each in device_batches] == [each.sequence_number for each in batches]
 
     run(test)
 
 
 def test_the_metadata_comes_before_the_first_batch():
     async def test():
-        engine = with_events()
+        engine = engine_with_events()
         engine.events.switch_on()
         engine.events.store(1, 2, 3, 4)
         async with serving(engine) as (_, address), grpc.aio.insecure_channel(address) as channel:
@@ -132,7 +134,7 @@ def test_the_metadata_comes_before_the_first_batch():
 
 def test_an_unknown_sequence_number_is_out_of_range_before_the_metadata():
     async def test():
-        engine = with_events()
+        engine = engine_with_events()
         async with serving(engine) as (_, address), AsyncClient(address) as client:
             for number in (1, engine.events.log.start - 1, engine.events.log.last + 1, 2**64 - 1):
                 assert await status_at_the_end(client.subscribe(number)) is grpc.StatusCode.OUT_OF_RANGE
@@ -142,7 +144,7 @@ def test_an_unknown_sequence_number_is_out_of_range_before_the_metadata():
 
 
 def test_a_blocking_client_replays_from_its_sequence_number():
-    engine = with_events()
+    engine = engine_with_events()
     engine.events.switch_on()
     for token in range(5):
         engine.events.store(token, 2, 3, 4)
@@ -163,7 +165,7 @@ def test_a_blocking_client_replays_from_its_sequence_number():
 
 def test_a_slow_reader_gets_data_loss_and_others_continue():
     async def test():
-        engine = with_events(max_batches=8)
+        engine = engine_with_events(max_batches=8)
         async with (
             serving(engine) as (_, address),
             slow_line(address) as slow_address,
@@ -190,14 +192,14 @@ def test_a_slow_reader_gets_data_loss_and_others_continue():
 
 def test_callers_that_read_nothing_delay_neither_requests_nor_the_drain():
     async def test():
-        engine = with_events()
+        engine = engine_with_events()
         engine.events.store(*range(8000))
         async with (
             serving(engine, drain_timeout_s=PATIENCE_S) as (server, address),
-            AsyncClient(address, options=[("grpc.use_local_subchannel_pool", 1)]) as deaf,
+            AsyncClient(address, options=[("grpc.use_local_subchannel_pool", 1)]) as not_reading,
             AsyncClient(address) as client,
         ):
-            calls = [deaf.subscribe() for _ in range(MAX_READERS)]
+            calls = [not_reading.subscribe() for _ in range(MAX_READERS)]
             for call in calls:
                 await anext(call)
             refusal = await refusal_of(anext(client.subscribe()))
@@ -206,14 +208,15 @@ def test_callers_that_read_nothing_delay_neither_requests_nor_the_drain():
                 engine.events.store(token, *[token] * 4000)
                 engine.events.cache.purge()
             assert (await client.prefill([1, 2, 3])).next_token_id == 6
-            assert await server.drain(), "without waiting for them, which would take longer than the test may"
+            # A drain that waited for them would take as long as its timeout, which is longer than the test may take.
+            assert await server.drain()
 
     run(test)
 
 
 def test_a_caller_that_disconnects_is_forgotten():
     async def test():
-        engine = with_events()
+        engine = engine_with_events()
         async with serving(engine) as (_, address), AsyncClient(address) as client:
             batches = client.subscribe()
             await anext(batches)
@@ -226,14 +229,14 @@ def test_a_caller_that_disconnects_is_forgotten():
 
 def test_a_stream_ends_with_the_service_or_with_a_bug():
     async def test():
-        engine = with_events()
+        engine = engine_with_events()
         async with serving(engine) as (server, address), AsyncClient(address) as client:
             batches = client.subscribe()
             await anext(batches)
             ended = asyncio.ensure_future(status_at_the_end(batches))
             await server.drain()
             assert await ended is grpc.StatusCode.UNAVAILABLE
-        engine = with_events()
+        engine = engine_with_events()
         async with serving(engine) as (_, address), AsyncClient(address) as client:
             batches = client.subscribe()
             await anext(batches)
@@ -245,7 +248,7 @@ def test_a_stream_ends_with_the_service_or_with_a_bug():
 
 def test_reflection_and_health_know_the_service():
     async def test():
-        async with serving(with_events()) as (_, address), grpc.aio.insecure_channel(address) as channel:
+        async with serving(engine_with_events()) as (_, address), grpc.aio.insecure_channel(address) as channel:
             request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             answer = await anext(aiter(stub.ServerReflectionInfo(iter([request]))))

@@ -31,11 +31,12 @@ PROMPT = SHARED + "Sunday" + TAIL
 
 
 def ids(text):
+    """Return the token ids of a text with one token per character."""
     return [ord(each) for each in text]
 
 
-def caching(**texts):
-    """Return an engine in which each tenant has cached a text."""
+def engine_caching(**texts):
+    """Return an engine in which each tenant has cached a text; `texts` are by tenant."""
     engine = FakeEngine()
     for tenant, text in texts.items():
         publish(engine.cache, text, FAKE._replace(tenant=tenant))
@@ -51,13 +52,15 @@ def explain(engine, text, *, model_path=None, **options):
 
 
 def test_a_difference_is_described_in_tokens_without_a_tokenizer():
-    engine = caching(acme=CACHED)
+    engine = engine_caching(acme=CACHED)
     engine.token_s = 0.5
-    found = explain(engine, PROMPT, tenant="acme", segments=[("system", len(SHARED)), ("day", len(SHARED) + 6)])
-    assert (found.prompt_tokens, found.cached_tokens) == (len(PROMPT), len(SHARED))
-    assert (found.left_at_token, found.segment) == (len(SHARED), "day")
-    assert (found.computed_tokens, found.computed_s) == (len(PROMPT) - len(SHARED), 0.5 * (len(PROMPT) - len(SHARED)))
-    difference = found.difference
+    segments = [("system", len(SHARED)), ("day", len(SHARED) + len("Sunday"))]
+    explanation = explain(engine, PROMPT, tenant="acme", segments=segments)
+    num_computed = len(PROMPT) - len(SHARED)
+    assert (explanation.prompt_tokens, explanation.cached_tokens) == (len(PROMPT), len(SHARED))
+    assert (explanation.left_at_token, explanation.segment) == (len(SHARED), "day")
+    assert (explanation.computed_tokens, explanation.computed_s) == (num_computed, 0.5 * num_computed)
+    difference = explanation.difference
     assert difference.kind == DifferenceKind.REPLACED
     assert (difference.prompt_span_tokens, difference.branch_span_tokens) == (6, 3)
     assert (difference.lost_tokens, difference.lost_s) == (len(TAIL), 0.5 * len(TAIL))
@@ -69,7 +72,7 @@ def test_a_difference_is_described_in_tokens_without_a_tokenizer():
 
 def test_with_a_tokenizer_text_is_returned_and_decides_the_kind():
     """The embedded model has a token for each ASCII character, with the same id."""
-    difference = explain(caching(acme=CACHED), PROMPT, tenant="acme", model_path="tiny").difference
+    difference = explain(engine_caching(acme=CACHED), PROMPT, tenant="acme", model_path="tiny").difference
     assert difference.kind == DifferenceKind.DATE_OR_TIME
     assert difference.before_text == SHARED[-8:]
     assert (difference.prompt.different_text, difference.prompt.equal_text) == ("Sunday", " and this ")
@@ -77,22 +80,22 @@ def test_with_a_tokenizer_text_is_returned_and_decides_the_kind():
 
 
 def test_seconds_are_absent_without_measurements():
-    found = explain(caching(acme=CACHED), PROMPT, tenant="acme")
-    assert not found.HasField("computed_s")
-    assert not found.difference.HasField("lost_s")
+    explanation = explain(engine_caching(acme=CACHED), PROMPT, tenant="acme")
+    assert not explanation.HasField("computed_s")
+    assert not explanation.difference.HasField("lost_s")
 
 
 def test_nothing_of_another_tenant_or_salt_is_in_a_response():
-    engine = caching(acme=SHARED + "acme's secret" + TAIL, globex=SHARED + "theirs" + TAIL)
+    engine = engine_caching(acme=SHARED + "acme's secret" + TAIL, globex=SHARED + "theirs" + TAIL)
     publish(engine.cache, SHARED + "salted secret" + TAIL, FAKE._replace(tenant="globex", salt="s"))
-    found = explain(engine, PROMPT, tenant="globex")
-    assert list(found.difference.branch.token_ids) == ids("theirs and this ")
+    explanation = explain(engine, PROMPT, tenant="globex")
+    assert list(explanation.difference.branch.token_ids) == ids("theirs and this ")
     assert not explain(engine, PROMPT, tenant="initech").HasField("difference")
     assert not explain(engine, PROMPT, tenant="acme", salt="s").HasField("difference")
 
 
 def test_a_caller_may_leave_out_what_is_cached():
-    difference = explain(caching(acme=CACHED), PROMPT, tenant="acme", omit_cached_text=True).difference
+    difference = explain(engine_caching(acme=CACHED), PROMPT, tenant="acme", omit_cached_text=True).difference
     assert not difference.HasField("branch")
     assert difference.lost_tokens == len(TAIL)
 
@@ -103,16 +106,16 @@ def test_only_a_tenant_and_its_routers_read_what_it_has_cached(tmp_path):
 
     async def test():
         async with (
-            serving(caching(acme=CACHED, globex=SHARED + "!"), **files.tls) as (_, address),
+            serving(engine_caching(acme=CACHED, globex=SHARED + "!"), **files.tls) as (_, address),
             grpc.aio.secure_channel(address, credentials) as channel,
         ):
-            found = {}
+            excerpts = {}
             for name, tenant in (("acme", ""), ("globex", ""), ("some", "acme"), ("every", "acme"), ("boss", "acme")):
                 request = ExplainRequest(token_ids=ids(PROMPT), tenant=tenant)
                 metadata = (("authorization", f"Bearer {TOKENS[name]}"),)
                 response = await CacheServiceStub(channel).Explain(request, metadata=metadata, timeout=PATIENCE_S)
-                found[name] = "".join(map(chr, response.difference.branch.token_ids))
-            return found
+                excerpts[name] = "".join(map(chr, response.difference.branch.token_ids))
+            return excerpts
 
     excerpt = "Mon and this is "
     assert asyncio.run(test()) == {"acme": excerpt, "globex": "!", "some": excerpt, "every": excerpt, "boss": ""}
@@ -141,26 +144,26 @@ def test_a_refusal_of_the_engine_is_returned():
 
 def test_a_tenant_with_many_explanations_does_not_block_another(monkeypatch):
     monkeypatch.setattr(explanations, "MAX_WAITING", 4)
-    engine = caching(acme=CACHED)
+    engine = engine_caching(acme=CACHED)
     look_up = engine.look_up
     pending = []
 
-    def never_found(tokens, caller):
+    def start_look_up(tokens, caller):
         pending.append(Future())
         return pending[-1]
 
-    def asked_by(tenant):
+    def request_of(tenant):
         return ExplainRequest(token_ids=ids(PROMPT), tenant=tenant)
 
     async def test():
-        engine.look_up = never_found
+        engine.look_up = start_look_up
         explainer = explanations.Explainer(engine, ModelTokenizer(None))
-        calls = [asyncio.ensure_future(explainer.explain(asked_by("acme"))) for _ in range(10)]
-        while sum(call.done() for call in calls) < 6:
+        calls = [asyncio.ensure_future(explainer.explain(request_of("acme"))) for _ in range(10)]
+        while sum(call.done() for call in calls) < 6:  # all but the MAX_WAITING
             await asyncio.sleep(0)
         assert all(isinstance(call.exception(), QueueFull) for call in calls if call.done())
-        other = asyncio.ensure_future(explainer.explain(asked_by("globex")))
-        while len(pending) < 5:
+        other = asyncio.ensure_future(explainer.explain(request_of("globex")))
+        while len(pending) < 5:  # the four of acme and the one of globex
             await asyncio.sleep(0)
         engine.look_up = look_up
         for each in pending:
@@ -168,7 +171,7 @@ def test_a_tenant_with_many_explanations_does_not_block_another(monkeypatch):
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(each) for each in results].count(QueueFull) == 6
         assert (await other).prompt_tokens == len(PROMPT)
-        again = [explainer.explain(asked_by("acme")) for _ in range(4)]
+        again = [explainer.explain(request_of("acme")) for _ in range(4)]
         assert len(await asyncio.gather(*again)) == 4
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
@@ -176,33 +179,33 @@ def test_a_tenant_with_many_explanations_does_not_block_another(monkeypatch):
 
 def test_a_cancelled_explanation_frees_its_place_and_ends_before_the_next_one_begins(monkeypatch):
     monkeypatch.setattr(explanations, "MAX_WAITING", 4)
-    may_end, num_running, most_running = threading.Event(), [], []
-    compare = explanations.explain
+    may_end, running, running_counts = threading.Event(), [], []
+    explain_prompt = explanations.explain
 
-    def slow(*arguments, **options):
-        num_running.append(1)
-        most_running.append(len(num_running))
+    def slow_explain(*arguments, **options):
+        running.append(None)
+        running_counts.append(len(running))
         may_end.wait(PATIENCE_S)
-        num_running.pop()
-        return compare(*arguments, **options)
+        running.pop()
+        return explain_prompt(*arguments, **options)
 
-    monkeypatch.setattr(explanations, "explain", slow)
+    monkeypatch.setattr(explanations, "explain", slow_explain)
     request = ExplainRequest(token_ids=ids(PROMPT), tenant="acme")
 
     async def test():
-        explainer = explanations.Explainer(caching(acme=CACHED), ModelTokenizer(None))
+        explainer = explanations.Explainer(engine_caching(acme=CACHED), ModelTokenizer(None))
         for _ in range(2):
             calls = [asyncio.ensure_future(explainer.explain(request)) for _ in range(4)]
-            while not most_running:
+            while not running_counts:
                 await asyncio.sleep(0)
             await asyncio.sleep(0.01)
-            assert not any(call.done() for call in calls)  # all of them had a place
+            assert not any(call.done() for call in calls), "a call was refused, because places were not freed"
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
         last = asyncio.ensure_future(explainer.explain(request))
         await asyncio.sleep(0.01)
-        assert max(most_running) == 1
+        assert max(running_counts) == 1
         may_end.set()
         assert (await last).prompt_tokens == len(PROMPT)
 
@@ -214,7 +217,7 @@ def test_a_cancelled_explanation_frees_its_place_and_ends_before_the_next_one_be
 
 def test_neither_tokens_nor_text_are_logged(caplog):
     caplog.set_level(logging.DEBUG)
-    explain(caching(acme=CACHED), PROMPT, tenant="acme", model_path="tiny")
+    explain(engine_caching(acme=CACHED), PROMPT, tenant="acme", model_path="tiny")
     assert "helpful" not in caplog.text
     assert "and this" not in caplog.text
 
@@ -232,18 +235,18 @@ def test_both_clients_send_the_same_request():
     async def test():
         async with serving(Engine()) as (_, address):
             async with AsyncClient(address, timeout_s=PATIENCE_S) as client:
-                ours = await client.explain([1, 2], segments=[("x", 1)], **names)
+                from_async_client = await client.explain([1, 2], segments=[("x", 1)], **names)
             with Client(address, timeout_s=PATIENCE_S) as client:
-                theirs = await asyncio.to_thread(lambda: client.explain([1, 2], segments=[("x", 1)], **names))
-        return ours, theirs
+                from_client = await asyncio.to_thread(lambda: client.explain([1, 2], segments=[("x", 1)], **names))
+        return from_async_client, from_client
 
-    ours, theirs = asyncio.run(test())
-    assert ours == theirs
+    from_async_client, from_client = asyncio.run(test())
+    assert from_async_client == from_client
     assert received[0] == received[1]
     assert received[0][1].salt == "s"
 
 
-def test_a_segment_is_not_a_number():
+def test_an_end_token_that_is_no_number_is_refused_before_anything_is_sent():
     with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match="end_token"):
         client.explain([1], segments=[("a", "b")])
     assert PromptSegment(name="a", end_token=1).end_token == 1
@@ -260,14 +263,14 @@ def test_a_prefill_is_explained_as_the_prompt_was_when_it_arrived():
                 client.prefill(ids(PROMPT), tenant="acme").HasField("explanation"),
             )
 
-    alone, explained, without_text, has_unasked = serve_and_call(caching(acme=CACHED), call, "tiny")
+    alone, explained, without_text, has_unrequested = serve_and_call(engine_caching(acme=CACHED), call, "tiny")
     for each in (alone, explained):
         each.difference.idle_s = 0.0
     assert explained == alone
     assert explained.difference.HasField("branch")
     assert explained.difference.lost_tokens == len(TAIL)
     assert not without_text.difference.HasField("branch")
-    assert not has_unasked
+    assert not has_unrequested
 
 
 @pytest.mark.parametrize("num_completions", [1, 3])
@@ -277,14 +280,14 @@ def test_the_first_response_of_a_generation_has_the_explanation(num_completions)
             options = {"tenant": "acme", "max_new_tokens": 4, "n": num_completions}
             return list(client.generate(ids(PROMPT), **options, explain=True))
 
-    responses = serve_and_call(caching(acme=CACHED), call)
+    responses = serve_and_call(engine_caching(acme=CACHED), call)
     explained = [each for each in responses if each.HasField("explanation")]
     assert len(explained) == 1
     assert explained[0] is next(each for each in responses if each.index == 0)
     assert explained[0].explanation.left_at_token == len(SHARED)
 
 
-def test_an_explained_request_is_refused_where_an_explanation_is():
+def test_a_request_with_an_explanation_is_refused_if_its_explanation_is():
     class Engine(FakeEngine):
         def look_up(self, tokens, caller):
             raise RateExceeded("tenant: too many calls")
@@ -308,16 +311,16 @@ def test_an_admin_gets_no_cached_text_with_a_prefill(tmp_path):
 
     async def test():
         async with (
-            serving(caching(acme=CACHED), **files.tls) as (_, address),
+            serving(engine_caching(acme=CACHED), **files.tls) as (_, address),
             grpc.aio.secure_channel(address, credentials) as channel,
         ):
-            found = {}
+            has_cached_text = {}
             for name in ("acme", "boss"):
                 request = PrefillRequest(token_ids=ids(PROMPT), tenant="acme", explain=True)
                 metadata = (("authorization", f"Bearer {TOKENS[name]}"),)
                 response = await PrefillServiceStub(channel).Prefill(request, metadata=metadata, timeout=PATIENCE_S)
-                found[name] = response.explanation.difference.HasField("branch")
-            return found
+                has_cached_text[name] = response.explanation.difference.HasField("branch")
+            return has_cached_text
 
     assert asyncio.run(test()) == {"acme": True, "boss": False}
 
@@ -346,15 +349,15 @@ def test_an_explanation_keeps_its_place_only_until_it_is_done(monkeypatch):
         async with serving(engine) as (_, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
             running = asyncio.ensure_future(client.prefill(ids(PROMPT), explain=True))
             assert await becomes_true(lambda: len(engine.futures) == 1)
-            found = None
-            while found is None:
+            explanation = None
+            while explanation is None:
                 try:
-                    found = await client.explain(ids(PROMPT))
+                    explanation = await client.explain(ids(PROMPT))
                 except ResourceExhausted:
                     await asyncio.sleep(0.01)
             assert not running.done()
             engine.open_gate()
-            return found, (await running).explanation
+            return explanation, (await running).explanation
 
-    found, explained = asyncio.run(test())
-    assert found == explained
+    explanation, of_prefill = asyncio.run(test())
+    assert explanation == of_prefill

@@ -21,8 +21,8 @@ from tests.service.fake_engine import FakeEngine, continuation
 from tests.service.serving import becomes_true, deadline_refusal, serve_and_call, serving
 
 
-def calling(talk, engine=None):
-    """Run `talk(client, engine)` against a server and return what it returns."""
+def run_with_client(talk, engine=None):
+    """Return the result of `talk(client, engine)` with a running server."""
     engine = FakeEngine() if engine is None else engine
 
     async def run():
@@ -73,7 +73,7 @@ def test_every_field_of_a_generation_reaches_the_engine():
         )
         return engine.params[0], engine.samplings[0]
 
-    params, sampling = calling(talk)
+    params, sampling = run_with_client(talk)
     assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p) == (5, 0.5, 0.25)
     assert (sampling.seed, sampling.stop_token_ids, sampling.ignore_eos) == (2**64 - 1, {7, 8}, True)
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (9, 0.125, 1.5)
@@ -90,7 +90,7 @@ def test_the_defaults_are_greedy_decoding_and_sixteen_tokens():
         await read(client.generate([1]))
         return engine.params[0], engine.samplings
 
-    params, (first, second) = calling(talk)
+    params, (first, second) = run_with_client(talk)
     assert (first.max_new_tokens, first.temperature, first.top_p, first.ignore_eos) == (16, 0.0, 1.0, False)
     assert first.stop_token_ids == frozenset()
     assert first.takes_most_likely
@@ -101,18 +101,17 @@ def test_the_defaults_are_greedy_decoding_and_sixteen_tokens():
 
 def test_each_token_has_its_log_probabilities():
     async def talk(client, _):
-        asked = [await read(client.generate([1], max_new_tokens=9, logprobs=count)) for count in (0, 2)]
-        return [*asked, await read(client.generate([1], max_new_tokens=9))]
+        with_logprobs = [await read(client.generate([1], max_new_tokens=9, logprobs=count)) for count in (0, 2)]
+        return [*with_logprobs, await read(client.generate([1], max_new_tokens=9))]
 
-    own, top, none = calling(talk)
-    for answers in (own, top):
+    without_top, with_two_top, without_logprobs = run_with_client(talk)
+    for answers in (without_top, with_two_top):
         received = [(token_id, each.logprob) for answer in answers for token_id, each in pairs(answer)]
         assert received == [(token_id, -token_id) for token_id in continuation([1], 9)]
-    assert {len(each.top) for answer in own for each in answer.logprobs} == {0}
-    assert {tuple(t.token_id for t in each.top) for answer in top for token, each in pairs(answer)} == {
-        (token_id, token_id) for token_id in continuation([1], 9)
-    }
-    assert not any(answer.logprobs for answer in none)
+    assert {len(each.top) for answer in without_top for each in answer.logprobs} == {0}
+    top_ids = [tuple(top.token_id for top in each.top) for answer in with_two_top for each in answer.logprobs]
+    assert top_ids == [(token_id, token_id) for token_id in continuation([1], 9)]
+    assert not any(answer.logprobs for answer in without_logprobs)
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 3])
@@ -122,8 +121,8 @@ def test_log_probabilities_of_the_prompt_are_sent_once(max_new_tokens, count):
         answers = await read(client.generate([1, 2, 3], max_new_tokens=max_new_tokens, prompt_logprobs=count, n=2))
         return answers, [sampling.prompt_logprobs for sampling in engine.samplings]
 
-    answers, asked = calling(talk)
-    assert asked == [count, None]
+    answers, requested = run_with_client(talk)
+    assert requested == [count, None]
     (with_prompt,) = [answer for answer in answers if answer.prompt_logprobs]
     assert with_prompt.index == 0
     assert with_prompt.HasField("usage")
@@ -137,7 +136,7 @@ def test_a_large_number_of_log_probabilities_of_the_prompt_arrives_too():
     async def talk(client, _):
         return await read(client.generate(prompt, max_new_tokens=2, prompt_logprobs=3, logprobs=1, request_id="r"))
 
-    answers = calling(talk)
+    answers = run_with_client(talk)
     (first,) = [answer for answer in answers if answer.prompt_logprobs]
     assert first is answers[0]
     assert [each.logprob for each in first.prompt_logprobs] == [-float(token_id) for token_id in prompt[1:]]
@@ -152,10 +151,11 @@ def test_wrong_counts_of_log_probabilities_are_refused_by_name():
             assert refusal.details() == f"{name}: expected 0 to 100, got 101"
         return True
 
-    assert calling(talk)
+    assert run_with_client(talk)
 
 
 def pairs(answer):
+    """Return the token ids of a response, each with its log probabilities."""
     return zip(answer.token_ids, answer.logprobs, strict=True)
 
 
@@ -168,7 +168,7 @@ def test_grammars_are_compiled_for_each_tenant(monkeypatch):
         for tenant in ("mine", "others", "mine"):
             await read(client.generate([1], regex="a+", tenant=tenant))
 
-    calling(talk)
+    run_with_client(talk)
     assert compiled == ["a+"] * 2
 
 
@@ -177,7 +177,7 @@ def test_completions_of_one_prompt_are_distinguished_and_sample_with_seeds_of_th
         answers = await read(client.generate([1, 2], max_new_tokens=6, n=3, seed=2**64 - 2, request_id="r"))
         return answers, [sampling.seed for sampling in engine.samplings]
 
-    answers, seeds = calling(talk)
+    answers, seeds = run_with_client(talk)
     assert seeds == [2**64 - 2, 2**64 - 1, 0]
     for index in range(3):
         own = [answer for answer in answers if answer.index == index]
@@ -202,16 +202,16 @@ def test_a_compression_reaches_the_engine_as_requested(compression):
         await read(client.generate([1], compression=compression))
         return engine.samplings
 
-    assert [sampling.compression for sampling in calling(talk)] == [compression]
+    assert [sampling.compression for sampling in run_with_client(talk)] == [compression]
 
 
 def test_a_compression_without_a_known_policy_is_refused():
     async def talk(client, engine):
         call = PrefillServiceStub(client._channel).Generate
-        requests = [GenerateRequest(compression=asked) for asked in ({"max_tokens": 9}, {"policy": 9})]
+        requests = [GenerateRequest(compression=compression) for compression in ({"max_tokens": 9}, {"policy": 9})]
         return [await refusal_of(call(request)) for request in requests], engine.samplings
 
-    errors, samplings = calling(talk)
+    errors, samplings = run_with_client(talk)
     for error, got in zip(errors, (0, 9), strict=True):
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         expected = "compression.policy: expected one of STREAMING_LLM, H2O, SNAPKV, got"
@@ -224,7 +224,7 @@ def test_a_number_of_answers_out_of_range_is_refused(n, message):
     async def talk(client, engine):
         return await refusal_of(client.generate([1], n=n)), engine.samplings
 
-    error, samplings = calling(talk)
+    error, samplings = run_with_client(talk)
     assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, message)
     assert not samplings
 
@@ -236,14 +236,14 @@ def test_a_caller_that_disconnects_cancels_all_its_completions():
         await stream.aclose()
         return await becomes_true(lambda: [future.cancelled() for future in engine.futures] == [True] * 4)
 
-    assert calling(talk, FakeEngine(is_gated=True))
+    assert run_with_client(talk, FakeEngine(is_gated=True))
 
 
-def test_tokens_come_in_order_and_once_and_the_last_answer_has_the_finish_reason():
+def test_each_token_is_sent_once_and_in_order_and_the_last_response_has_the_finish_reason():
     async def talk(client, _):
         return await read(client.generate([1, 2, 3], max_new_tokens=40, request_id="mine", retention=Retention(80)))
 
-    answers = calling(talk)
+    answers = run_with_client(talk)
     assert [token for answer in answers for token in answer.token_ids] == continuation([1, 2, 3], 40)
     assert {answer.request_id for answer in answers} == {"mine"}
     assert [answer.finished for answer in answers] == [False] * (len(answers) - 1) + [True]
@@ -265,23 +265,23 @@ def test_tokens_are_sent_before_the_generation_ends():
             received += answer.token_ids
         assert not engine.futures[0].done()
         engine.open_gate()
-        rest = await read(stream)
-        return received, rest
+        later = await read(stream)
+        return received, later
 
-    received, rest = calling(talk, FakeEngine(is_gated=True))
+    received, later = run_with_client(talk, FakeEngine(is_gated=True))
     assert received == continuation([1, 2], 4)
-    assert [token for answer in rest for token in answer.token_ids] == continuation([1, 2], 5)[4:]
-    assert rest[-1].finished
+    assert [token for answer in later for token in answer.token_ids] == continuation([1, 2], 5)[4:]
+    assert later[-1].finished
 
 
 def test_a_stop_token_ends_a_generation():
     expected = continuation([1, 2, 3], 10)
-    end = expected.index(expected[4]) + 1
+    end = expected.index(expected[4]) + 1  # the stop token may occur earlier
 
     async def talk(client, _):
         return await read(client.generate([1, 2, 3], max_new_tokens=10, stop_token_ids=[expected[4]]))
 
-    answers = calling(talk)
+    answers = run_with_client(talk)
     assert [token for answer in answers for token in answer.token_ids] == expected[:end]
     assert answers[-1].finish_reason == STOP
 
@@ -290,7 +290,7 @@ def test_one_token_is_one_response():
     async def talk(client, _):
         return await read(client.generate([1], max_new_tokens=1))
 
-    (answer,) = calling(talk)
+    (answer,) = run_with_client(talk)
     assert answer.finished
     assert answer.HasField("usage")
     assert list(answer.token_ids) == [1]
@@ -310,7 +310,7 @@ def test_a_refusal_and_a_failure_have_their_statuses():
         assert (await read(client.generate([1])))[-1].finished
         return refused, failed, secret, wrong, long
 
-    refused, failed, secret, wrong, long = calling(talk)
+    refused, failed, secret, wrong, long = run_with_client(talk)
     assert (refused.code(), dict(tuple(refused.trailing_metadata()))["retry-after-ms"]) == (
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "250",
@@ -332,7 +332,7 @@ def test_a_caller_that_disconnects_cancels_its_generation():
         await stream.aclose()
         return await becomes_true(engine.futures[0].cancelled)
 
-    assert calling(talk, FakeEngine(is_gated=True))
+    assert run_with_client(talk, FakeEngine(is_gated=True))
 
 
 def test_a_deadline_ends_a_generation():
@@ -342,7 +342,7 @@ def test_a_deadline_ends_a_generation():
         )
         return refused.code(), await becomes_true(engine.futures[0].cancelled)
 
-    assert calling(talk, FakeEngine(is_gated=True)) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
+    assert run_with_client(talk, FakeEngine(is_gated=True)) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
 
 
 def test_requests_that_the_engine_cancels_are_unavailable():
@@ -352,7 +352,7 @@ def test_requests_that_the_engine_cancels_are_unavailable():
         engine.futures[0].cancel()
         return await call
 
-    refusal = calling(talk, FakeEngine(is_gated=True))
+    refusal = run_with_client(talk, FakeEngine(is_gated=True))
     assert (refusal.code(), refusal.details()) == (
         grpc.StatusCode.UNAVAILABLE,
         "engine: stopped before the answer was known",
@@ -366,7 +366,7 @@ def test_a_caller_that_reads_slowly_gets_all_tokens_in_fewer_answers():
         assert await becomes_true(engine.futures[0].done)
         return [first, *await read(stream)]
 
-    answers = calling(talk)
+    answers = run_with_client(talk)
     assert [token for answer in answers for token in answer.token_ids] == continuation([1], 2000)
     assert len(answers) < 2000
 
@@ -416,9 +416,8 @@ def test_only_the_call_of_a_client_that_does_not_read_its_log_probabilities_is_c
     async def run():
         engine = FakeEngine()
         async with serving(engine, max_held_bytes=10**6) as (server, address):
-            options = (
-                ("grpc.http2.bdp_probe", 0),
-            )  # so that a connection holds 64 KiB for a caller that does not read
+            # Without the probe, a connection buffers only 64 KiB for a caller that does not read.
+            options = (("grpc.http2.bdp_probe", 0),)
             async with AsyncClient(address, options=options) as client, AsyncClient(address) as other:
                 unread = client.generate([1], max_new_tokens=100_000, logprobs=100, tenant="busy", n=2)
                 assert await becomes_true(lambda: [each.cancelled() for each in engine.futures] == [True] * 2)

@@ -1,4 +1,4 @@
-"""The health service: its states, and a watcher that reads nothing blocks no other caller."""
+"""The health service: its states, and watchers that read nothing block no other caller."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.hostile.attacks.frames import END_HEADERS, END_STREAM, HEADERS, RawConnection, block, frame
+from bench.hostile.attacks.frames import DATA, END_HEADERS, END_STREAM, HEADERS, RawConnection, block, frame
 from radixkv.service.server.server import SERVICES
 from radixkv.service.server.servicers.health import HealthListRequest, HealthListResponse, HealthServicer
 from radixkv.service.server.servicers.health_status import HealthStatus
@@ -27,11 +27,13 @@ class Aborted(Exception):
 
 
 class FakeContext:
+    """Like a context of gRPC, raises an exception that ends the handler when a call is aborted."""
+
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         raise Aborted(code)
 
 
-def asking(service: str) -> health_pb2.HealthCheckRequest:
+def check_request(service: str) -> health_pb2.HealthCheckRequest:
     return health_pb2.HealthCheckRequest(service=service)
 
 
@@ -43,9 +45,9 @@ def test_each_service_and_the_server_have_the_status_that_was_set() -> None:
         for is_serving in (True, False):
             health.set(["a.B"], is_serving=is_serving)
             for name in ("", "a.B"):
-                statuses.append((await servicer.Check(asking(name), context)).status)
+                statuses.append((await servicer.Check(check_request(name), context)).status)
         with pytest.raises(Aborted, match="NOT_FOUND"):
-            await servicer.Check(asking("a.C"), context)
+            await servicer.Check(check_request("a.C"), context)
         return statuses
 
     assert asyncio.run(run()) == [SERVING, SERVING, NOT_SERVING, NOT_SERVING]
@@ -56,7 +58,7 @@ def test_watchers_are_notified_of_changes_also_after_others_have_left() -> None:
         health, context = HealthStatus(), cast("Any", FakeContext())
         servicer = HealthServicer(health)
         health.set(["a.B"], is_serving=True)
-        watch, other, unknown = (servicer.Watch(asking(name), context) for name in ("a.B", "a.B", "a.C"))
+        watch, other, unknown = (servicer.Watch(check_request(name), context) for name in ("a.B", "a.B", "a.C"))
         statuses = [(await anext(watch)).status, (await anext(other)).status, (await anext(unknown)).status]
         await other.aclose()
         health.set(["a.B"], is_serving=True)  # no change
@@ -74,12 +76,12 @@ def test_a_stopped_server_does_not_become_healthy_again() -> None:
         health.set(["a.B"], is_serving=True)
         health.enter_graceful_shutdown()
         health.set(["a.B"], is_serving=True)
-        return (await HealthServicer(health).Check(asking("a.B"), cast("Any", FakeContext()))).status
+        return (await HealthServicer(health).Check(check_request("a.B"), cast("Any", FakeContext()))).status
 
     assert asyncio.run(run()) == NOT_SERVING
 
 
-def test_list_has_the_server_and_every_service_as_the_protocol_says() -> None:
+def test_a_list_has_the_status_of_the_server_and_of_every_service() -> None:
     async def run() -> list[bytes]:
         async with serving(FakeEngine()) as (server, address), grpc.aio.insecure_channel(address) as channel:
             call = channel.unary_unary("/grpc.health.v1.Health/List")
@@ -98,17 +100,17 @@ def test_the_bytes_of_a_list_are_those_of_the_protocol() -> None:
     assert message.SerializeToString() == b"\x0a\x07" + b"\x0a\x01a" + b"\x12\x02\x08\x01"
 
 
-def test_a_watcher_that_reads_nothing_keeps_no_server_from_draining() -> None:
+def test_watchers_that_read_nothing_do_not_keep_a_server_from_draining() -> None:
     async def run() -> None:
         async with serving(FakeEngine()) as (server, address):
-            deaf = await RawConnection.open(address)  # it gives no window to answers
-            for number in range(1, 41, 2):
-                deaf.write(frame(HEADERS, END_HEADERS, number, block("/grpc.health.v1.Health/Watch")))
-                deaf.write(frame(0, END_STREAM, number, bytes(5)))
+            not_reading = await RawConnection.open(address)  # its flow-control window has no bytes for responses
+            for stream in range(1, 41, 2):
+                not_reading.write(frame(HEADERS, END_HEADERS, stream, block("/grpc.health.v1.Health/Watch")))
+                not_reading.write(frame(DATA, END_STREAM, stream, bytes(5)))  # the prefix of an empty message
             async with grpc.aio.insecure_channel(address) as channel:
-                watch = health_pb2_grpc.HealthStub(channel).Watch(asking(""))
+                watch = health_pb2_grpc.HealthStub(channel).Watch(check_request(""))
                 assert (await watch.read()).status == SERVING
                 await asyncio.wait_for(server.drain(), PATIENCE_S)
-            deaf.close()
+            not_reading.close()
 
     asyncio.run(run())

@@ -46,7 +46,7 @@ class StallingSource:
             self.is_cancelled = True
 
 
-async def fetched(source: StallingSource, num_blocks: int) -> int:
+async def num_fetched_blocks(source: StallingSource, num_blocks: int) -> int:
     """Return how many blocks a fetch of `num_blocks` gets."""
     transfer = SimpleNamespace(
         object_bytes=OBJECT_BYTES,
@@ -60,11 +60,12 @@ async def fetched(source: StallingSource, num_blocks: int) -> int:
 
 
 @pytest.fixture
-def is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_block_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block may take 50 ms."""
     monkeypatch.setattr(kv_fetcher, "_MAX_BLOCK_S", 0.05)
 
 
-@pytest.mark.usefixtures("is_impatient")
+@pytest.mark.usefixtures("short_block_timeout")
 @pytest.mark.parametrize(
     ("responses", "num_fetched"),
     [((), 0), ((FORMAT,), 0), ((FORMAT, block(0), block(1)), 2), ((FORMAT, block(0), block(1, 3)), 1)],
@@ -74,17 +75,17 @@ def test_a_source_that_stalls_keeps_its_caller_no_longer_than_a_block_may_take(
     responses: tuple[FetchKVResponse, ...], num_fetched: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = StallingSource(*responses)
-    assert asyncio.run(fetched(source, 3)) == num_fetched
+    assert asyncio.run(num_fetched_blocks(source, 3)) == num_fetched
     assert (source.num_calls, source.is_cancelled) == (1, True)
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert messages == ["kv_source peer:1: did not send a block in time; missing blocks are computed"]
 
 
-@pytest.mark.usefixtures("is_impatient")
+@pytest.mark.usefixtures("short_block_timeout")
 def test_a_source_that_sends_a_little_from_time_to_time_is_abandoned_as_well() -> None:
-    assert asyncio.run(fetched(StallingSource(FORMAT, block(0), trickle_s=0.01), 3)) == 1
+    assert asyncio.run(num_fetched_blocks(StallingSource(FORMAT, block(0), trickle_s=0.01), 3)) == 1
 
 
-def test_all_blocks_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_for_all_blocks_together_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_fetcher, "_MAX_FETCH_S", 0.05)
-    assert asyncio.run(fetched(StallingSource(FORMAT, block(0)), 3)) == 1
+    assert asyncio.run(num_fetched_blocks(StallingSource(FORMAT, block(0)), 3)) == 1

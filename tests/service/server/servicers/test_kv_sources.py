@@ -16,9 +16,14 @@ HERE = "127.0.0.1:50051"
 
 @pytest.fixture
 def made_clients(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of the clients that are made, in their order; no real client is."""
+    """The options of the clients that are made, in their order. No real client is made."""
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(kv_sources, "AsyncClient", lambda address, **options: made.append(options) or object())
+
+    def make_client(address: str, **options: Any) -> object:
+        made.append(options)
+        return object()
+
+    monkeypatch.setattr(kv_sources, "AsyncClient", make_client)
     return made
 
 
@@ -70,9 +75,9 @@ def test_a_fleet_token_is_sent_to_other_machines_only_over_tls(
 
     KVSources({}).client_of("10.0.0.9:1", FleetAccess("fleet", b"key"))
     KVSources({}).client_of("10.0.0.9:1", FleetAccess("fleet", b"key", str(ca), "replica"))
-    clear, secret = made_clients
-    assert (clear["token"], clear["tls_ca"]) == (None, None)
-    assert (secret["token"], secret["tls_ca"]) == ("fleet", str(ca))
+    without_tls, with_tls = made_clients
+    assert (without_tls["token"], without_tls["tls_ca"]) == (None, None)
+    assert (with_tls["token"], with_tls["tls_ca"]) == ("fleet", str(ca))
 
 
 def test_a_token_comes_from_a_file(tmp_path: Path, made_clients: list[dict[str, Any]]) -> None:

@@ -32,26 +32,27 @@ def messages(rows: Iterable[TokenLogprobs]) -> list[Message]:
     ("num_generated", "num_prompt", "num_top", "is_large"),
     [(0, 0, 0, False), (2, 3, 2, False), (1, PIECE_LOGPROBS, 0, True), (700, 0, 3, True), (40, 1500, 5, True)],
 )
-def test_a_part_has_its_log_probabilities_however_many_they_are(
+def test_a_response_has_its_log_probabilities_however_many_they_are(
     num_generated: int, num_prompt: int, num_top: int, is_large: bool
 ) -> None:
-    part = GenerateResponse(request_id="r", token_ids=range(num_generated), usage=Usage(prompt_tokens=7), index=3)
+    response = GenerateResponse(request_id="r", token_ids=range(num_generated), usage=Usage(prompt_tokens=7), index=3)
     expected = GenerateResponse()
-    expected.CopyFrom(part)
+    expected.CopyFrom(response)
     generated, of_prompt = rows_of(num_generated, num_top), rows_of(num_prompt, num_top)
     expected.logprobs.extend(messages(generated))
     expected.prompt_logprobs.extend(messages(of_prompt))
-    written = asyncio.run(add_logprobs(ResponseWriter(), part, generated, of_prompt))
+    written = asyncio.run(add_logprobs(ResponseWriter(), response, generated, of_prompt))
     assert isinstance(written, bytes) is is_large
     assert (GenerateResponse.FromString(written) if isinstance(written, bytes) else written) == expected
 
 
 @pytest.mark.parametrize(("num_rows", "num_top"), [(1500, 0), (700, 1), (300, 20)])
-def test_rows_in_arrays_say_the_same(num_rows: int, num_top: int) -> None:
-    random = np.random.default_rng(num_rows)
-    logprobs = -random.exponential(size=(num_rows, 1 + num_top)).astype(np.float32)
+def test_rows_in_arrays_are_written_as_those_in_tuples(num_rows: int, num_top: int) -> None:
+    rng = np.random.default_rng(num_rows)
+    logprobs = -rng.exponential(size=(num_rows, 1 + num_top)).astype(np.float32)
+    # The first two rows have extreme values.
     logprobs[0], logprobs[1] = -np.inf, 0
-    token_ids = (2.0 ** random.uniform(0, 32, (num_rows, num_top))).astype(np.uint32)
+    token_ids = (2.0 ** rng.uniform(0, 32, (num_rows, num_top))).astype(np.uint32)
     token_ids[:2] = [[0], [2**32 - 1]]
     table = LogprobTable(num_rows)
     table.put(0, LogprobRows(logprobs, token_ids))

@@ -16,7 +16,9 @@ async def chunks_of(stub):
     return [chunk async for chunk in stub.GetTokenizer(GetTokenizerRequest(), timeout=PATIENCE_S)]
 
 
-def asking(model_path, talk=chunks_of):
+def run_with_stub(model_path, talk=chunks_of):
+    """Return the result of `talk(stub)` with a running server of a model."""
+
     async def run():
         async with (
             serving(FakeEngine(), model_path=model_path) as (_, address),
@@ -30,7 +32,7 @@ def asking(model_path, talk=chunks_of):
 def test_the_files_come_in_pieces_and_the_digest_with_the_last_one(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(bytes(range(256)) * 1000)
     (tmp_path / "config.json").write_text("{}")
-    chunks = asking(str(tmp_path))
+    chunks = run_with_stub(str(tmp_path))
     data = b"".join(chunk.data for chunk in chunks)
     assert data == tokenizer_archive(tmp_path)
     assert len(chunks) == -(-len(data) // CHUNK_BYTES) > 3
@@ -39,7 +41,7 @@ def test_the_files_come_in_pieces_and_the_digest_with_the_last_one(tmp_path):
 
 
 def test_the_embedded_model_has_a_tokenizer():
-    chunks = asking("tiny")
+    chunks = run_with_stub("tiny")
     assert hashlib.sha256(b"".join(chunk.data for chunk in chunks)).hexdigest() == chunks[-1].sha256
 
 
@@ -48,8 +50,8 @@ def test_the_digest_can_be_requested_alone():
         request = GetTokenizerRequest(digest_only=True)
         return [chunk async for chunk in stub.GetTokenizer(request, timeout=PATIENCE_S)]
 
-    (alone,) = asking("tiny", ask)
-    assert (alone.data, alone.sha256) == (b"", asking("tiny")[-1].sha256)
+    (alone,) = run_with_stub("tiny", ask)
+    assert (alone.data, alone.sha256) == (b"", run_with_stub("tiny")[-1].sha256)
 
 
 def test_a_model_without_a_tokenizer_is_not_found(tmp_path):
@@ -57,6 +59,6 @@ def test_a_model_without_a_tokenizer_is_not_found(tmp_path):
         return await refusal_of(chunks_of(stub))
 
     for model_path in (str(tmp_path), None):
-        error = asking(model_path, refused)
+        error = run_with_stub(model_path, refused)
         assert error.code() is grpc.StatusCode.NOT_FOUND
         assert error.details().startswith("tokenizer: the ")

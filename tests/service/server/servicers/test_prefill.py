@@ -36,8 +36,8 @@ from tests.service.fake_engine import LIMITS, VOCAB_SIZE, FakeEngine
 from tests.service.serving import becomes_true, deadline_refusal, refusal_of, serving
 
 
-def calling(talk, engine=None, **config):
-    """Run `talk(client, engine)` against a server and return what it returns."""
+def run_with_client(talk, engine=None, **config):
+    """Return the result of `talk(client, engine)` with a running server."""
     engine = FakeEngine() if engine is None else engine
 
     async def run():
@@ -64,7 +64,7 @@ def test_every_field_of_a_request_reaches_the_engine():
         )
         return engine.params[0]
 
-    params = calling(talk)
+    params = run_with_client(talk)
     assert params.tokens == struct.pack("<3I", 1, 2, 3)
     assert (params.caller, params.request_id) == (Caller("ten", "ada", "sal"), "req")
     assert (params.read_cache, params.write_cache) == (False, False)
@@ -82,7 +82,7 @@ def test_the_cache_is_read_and_written_unless_the_request_says_no():
         await call(PrefillRequest(token_ids=[1]))
         return engine.params[0]
 
-    params = calling(talk)
+    params = run_with_client(talk)
     assert (params.read_cache, params.write_cache) == (True, True)
     assert params.caller == Caller()
     assert (params.top_logprobs, params.return_logits, params.hold_lease) == (0, False, False)
@@ -93,7 +93,7 @@ def test_a_request_id_is_generated_if_absent_and_otherwise_returned():
     async def talk(client, engine):
         return [(await client.prefill([1], request_id=name)).request_id for name in ("", "", "mine")]
 
-    first, second, mine = calling(talk)
+    first, second, mine = run_with_client(talk)
     assert first
     assert second
     assert first != second
@@ -105,7 +105,7 @@ def test_a_response_has_everything_that_the_engine_returned():
         await client.prefill([1, 2, 3])
         return await client.prefill([1, 2, 4, 5], top_logprobs=2, return_logits=True)
 
-    answer = calling(talk)
+    answer = run_with_client(talk)
     usage = answer.usage
     assert (usage.prompt_tokens, usage.cached_tokens, usage.computed_tokens, usage.written_tokens) == (4, 2, 2, 2)
     assert answer.next_token_id == 12
@@ -125,7 +125,7 @@ def test_miss_reasons_keep_their_names():
         reasons = [(await client.prefill([1, 2])).miss_reason for _ in range(2)]
         return [*reasons, (await client.prefill([1, 2], read_cache=False)).miss_reason]
 
-    assert calling(talk) == [COLD, NONE, READ_DISABLED]
+    assert run_with_client(talk) == [COLD, NONE, READ_DISABLED]
 
 
 def test_lease_fields_are_set_only_when_a_lease_is_held():
@@ -137,7 +137,7 @@ def test_lease_fields_are_set_only_when_a_lease_is_held():
         ]
 
     before_s = time.time()
-    plain, held, described = calling(talk)
+    plain, held, described = run_with_client(talk)
     assert not plain.HasField("lease_expires_at")
     assert (plain.lease_id, list(plain.block_table), plain.block_size, plain.epoch) == ("", [], 0, 0)
     assert held.lease_id == "lease-0"
@@ -155,7 +155,7 @@ def test_a_lease_is_released_once_and_only_by_its_tenant():
         again = await refusal_of(client.release(lease_id, tenant="a"))
         return other.code(), again.code()
 
-    assert calling(talk) == (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.NOT_FOUND)
+    assert run_with_client(talk) == (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.NOT_FOUND)
 
 
 def test_a_lease_is_renewed_only_by_its_tenant_and_while_it_is_held():
@@ -168,7 +168,7 @@ def test_a_lease_is_renewed_only_by_its_tenant_and_while_it_is_held():
         return renewed.lease_expires_at.ToNanoseconds(), other.code(), again.code()
 
     not_found = grpc.StatusCode.NOT_FOUND
-    assert calling(talk) == (1_800_000_000_000_000_000, not_found, not_found)
+    assert run_with_client(talk) == (1_800_000_000_000_000_000, not_found, not_found)
 
 
 def test_probe_says_what_would_be_reused():
@@ -176,7 +176,7 @@ def test_probe_says_what_would_be_reused():
         await client.prefill([1, 2, 3], tenant="a", salt="s")
         return [await client.probe([1, 2, 9], tenant="a", salt=salt) for salt in ("s", "t")]
 
-    hit, miss = calling(talk)
+    hit, miss = run_with_client(talk)
     assert (hit.cached_tokens, hit.prompt_tokens, hit.miss_reason) == (2, 3, NONE)
     assert (miss.cached_tokens, miss.prompt_tokens, miss.miss_reason) == (0, 3, COLD)
 
@@ -186,7 +186,7 @@ def test_stats_have_everything_that_the_engine_returned():
         await client.prefill([1], hold_lease=True)
         return await client.stats()
 
-    stats = calling(talk)
+    stats = run_with_client(talk)
     assert (stats.model, stats.device, stats.epoch, stats.uptime_s) == ("fake", "cpu", 2**53 + 1, 1.5)
     blocks, requests, tokens = stats.blocks, stats.requests, stats.tokens
     assert (blocks.total, blocks.free, blocks.leased, blocks.published, blocks.pinned) == (10, 5, 2, 3, 1)
@@ -216,7 +216,7 @@ def test_the_grant_is_in_the_response():
         )
 
     before_s = time.time()
-    without, lasting, ending = calling(talk)
+    without, lasting, ending = run_with_client(talk)
     assert not without.HasField("retained")
     granted = lasting.retained
     assert (granted.granted_tokens, granted.refused_tokens, granted.uncached_tokens) == (3, 2, 1)
@@ -229,7 +229,7 @@ def test_retain_reaches_the_engine():
         answer = await client.retain([1, 2, 3], Retention(0, 0.25, 1), tenant="t", salt="s")
         return answer.retained, engine.retentions
 
-    retained, calls = calling(talk)
+    retained, calls = run_with_client(talk)
     assert (retained.granted_tokens, retained.refused_tokens, retained.uncached_tokens) == (3, 2, 1)
     assert calls == [(struct.pack("<3I", 1, 2, 3), Retention(0, 0.25, 1), Caller("t", salt="s"))]
 
@@ -242,7 +242,7 @@ def test_a_retention_without_a_priority_is_refused():
             (await refusal_of(call(RetainRequest(token_ids=[1], retention=RetentionMessage())))).details(),
         ]
 
-    assert calling(talk) == ["retention: it is required", "retention.priority: it is required, 0 to 100"]
+    assert run_with_client(talk) == ["retention: it is required", "retention.priority: it is required, 0 to 100"]
 
 
 @pytest.mark.parametrize("nanos", [-1, 10**9])
@@ -252,7 +252,7 @@ def test_an_invalid_duration_is_refused(nanos):
         retain = CacheServiceStub(client._channel).Retain
         return await refusal_of(retain(RetainRequest(token_ids=[1], retention=retention)))
 
-    refusal = calling(talk)
+    refusal = run_with_client(talk)
     assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refusal.details() == f"retention.ttl.nanos: expected 0 to 999999999, got {nanos}"
 
@@ -275,7 +275,7 @@ def test_a_retention_that_cannot_be_sent_names_its_field(retention, message):
             await client.purge()
         return engine.params
 
-    assert calling(talk) == []
+    assert run_with_client(talk) == []
 
 
 def test_an_end_token_of_zero_is_not_the_end_of_the_prompt():
@@ -283,7 +283,7 @@ def test_an_end_token_of_zero_is_not_the_end_of_the_prompt():
         await client.prefill([1], retention=Retention(80, ttl_s=1.9999999999, end=0))
         return engine.params[0].retention
 
-    assert calling(talk) == Retention(80, ttl_s=2.0, end=0)
+    assert run_with_client(talk) == Retention(80, ttl_s=2.0, end=0)
 
 
 def test_purge_distinguishes_any_name_from_the_empty_one():
@@ -292,7 +292,7 @@ def test_purge_distinguishes_any_name_from_the_empty_one():
         await client.purge(tenant="t", adapter="", salt="s")
         return answer, engine.purges
 
-    answer, calls = calling(talk)
+    answer, calls = run_with_client(talk)
     assert (answer.freed_blocks, answer.pinned_blocks) == (7, 2)
     assert calls == [(None, None, None), ("t", "", "s")]
 
@@ -303,7 +303,7 @@ def test_names_are_at_most_256_characters(field):
         await client.prefill([1], **{field: "é" * 256})
         return await refusal_of(client.prefill([1], **{field: "é" * 257}))
 
-    refusal = calling(talk)
+    refusal = run_with_client(talk)
     assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refusal.details() == f"{field}: expected at most 256 characters, got 257"
 
@@ -319,16 +319,16 @@ def test_probe_and_release_limit_names_too():
         ]
         return [(await refusal_of(call)).code() for call in calls]
 
-    assert calling(talk) == [grpc.StatusCode.INVALID_ARGUMENT] * 5
+    assert run_with_client(talk) == [grpc.StatusCode.INVALID_ARGUMENT] * 5
 
 
 def test_top_logprobs_are_at_most_100():
     async def talk(client, engine):
-        most = await client.prefill([1], top_logprobs=100)
-        return len(most.top_logprobs), await refusal_of(client.prefill([1], top_logprobs=101))
+        at_limit = await client.prefill([1], top_logprobs=100)
+        return len(at_limit.top_logprobs), await refusal_of(client.prefill([1], top_logprobs=101))
 
-    most, refusal = calling(talk)
-    assert most == 100
+    num_at_limit, refusal = run_with_client(talk)
+    assert num_at_limit == 100
     assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refusal.details() == "top_logprobs: expected at most 100, got 101"
 
@@ -339,7 +339,7 @@ def test_the_deadline_reaches_the_engine():
         await client.prefill([1], timeout_s=1000)
         return engine.params[0].deadline_s - before_s, time.monotonic() - before_s
 
-    deadline_s, took_s = calling(talk)
+    deadline_s, took_s = run_with_client(talk)
     assert 999 < deadline_s < 1020 + took_s, "gRPC rounds by a hundredth"
 
 
@@ -353,7 +353,7 @@ def test_the_callers_span_reaches_the_engine(metadata):
             pass
         return [params.traceparent for params in engine.params]
 
-    assert calling(talk) == [dict(metadata).get("traceparent", "")] * 2
+    assert run_with_client(talk) == [dict(metadata).get("traceparent", "")] * 2
 
 
 def test_a_deadline_that_passes_cancels_the_request():
@@ -362,21 +362,21 @@ def test_a_deadline_that_passes_cancels_the_request():
         assert await becomes_true(engine.futures[0].cancelled)
         return refusal.code()
 
-    assert calling(talk, FakeEngine(is_gated=True)) is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert run_with_client(talk, FakeEngine(is_gated=True)) is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def test_a_caller_that_cancels_cancels_its_own_request_only():
     async def talk(client, engine):
         calls = [asyncio.create_task(client.prefill([token])) for token in (1, 2)]
         assert await becomes_true(lambda: len(engine.futures) == 2)
-        first = next(i for i in (0, 1) if engine.params[i].tokens == struct.pack("<I", 1))
+        cancelled = next(i for i in (0, 1) if engine.params[i].tokens == struct.pack("<I", 1))
         calls[0].cancel()
-        assert await becomes_true(engine.futures[first].cancelled)
-        assert not engine.futures[1 - first].done()
+        assert await becomes_true(engine.futures[cancelled].cancelled)
+        assert not engine.futures[1 - cancelled].done()
         engine.open_gate()
         return (await calls[1]).next_token_id
 
-    assert calling(talk, FakeEngine(is_gated=True)) == 2
+    assert run_with_client(talk, FakeEngine(is_gated=True)) == 2
 
 
 def test_a_caller_that_is_killed_cancels_its_request():
@@ -403,7 +403,7 @@ def test_a_request_that_the_engine_cancels_is_unavailable():
         engine.futures[0].cancel()
         return await refusal_of(call)
 
-    refusal = calling(talk, FakeEngine(is_gated=True))
+    refusal = run_with_client(talk, FakeEngine(is_gated=True))
     assert refusal.code() is grpc.StatusCode.UNAVAILABLE
     assert refusal.details() == "engine: stopped before the answer was known"
 
@@ -444,7 +444,7 @@ def test_concurrent_calls_get_their_own_answers():
         engine.open_gate()
         return [(answer.request_id, answer.next_token_id) for answer in await asyncio.gather(*calls)]
 
-    assert calling(talk, FakeEngine(is_gated=True)) == [(str(n), 2 * n) for n in range(100)]
+    assert run_with_client(talk, FakeEngine(is_gated=True)) == [(str(n), 2 * n) for n in range(100)]
 
 
 def test_a_prompt_of_a_million_ids_is_accepted():
@@ -452,7 +452,7 @@ def test_a_prompt_of_a_million_ids_is_accepted():
         answer = await client.prefill(np.full(1_000_000, 255, dtype=np.uint32))
         return answer.usage.prompt_tokens, len(engine.params[0].tokens)
 
-    assert calling(talk) == (1_000_000, 4_000_000)
+    assert run_with_client(talk) == (1_000_000, 4_000_000)
 
 
 def test_a_message_above_the_limit_is_refused():
@@ -460,7 +460,7 @@ def test_a_message_above_the_limit_is_refused():
         refusal = await refusal_of(client.prefill(np.zeros(1000, dtype=np.uint32)))
         return refusal.code(), (await client.prefill([3])).next_token_id
 
-    assert calling(talk, max_message_bytes=2048) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 3)
+    assert run_with_client(talk, max_message_bytes=2048) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 3)
 
 
 def test_stop_tokens_are_counted_before_they_are_validated():
@@ -469,25 +469,25 @@ def test_stop_tokens_are_counted_before_they_are_validated():
         return refusal.code(), refusal.details()
 
     message = "stop_token_ids: expected at most 1024 of them, got 1025"
-    assert calling(talk) == (grpc.StatusCode.INVALID_ARGUMENT, message)
+    assert run_with_client(talk) == (grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
 def test_an_answer_may_be_larger_than_a_message_that_is_accepted():
     async def talk(client, engine):
         return len((await client.prefill([3], return_logits=True)).logits)
 
-    assert calling(talk, FakeEngine(num_logits=10_000), max_message_bytes=2048) == 40_000
+    assert run_with_client(talk, FakeEngine(num_logits=10_000), max_message_bytes=2048) == 40_000
 
 
 def test_the_engine_validates_prompts():
     async def talk(client, engine):
         return [(await refusal_of(client.prefill(ids))).code() for ids in ([], [VOCAB_SIZE])]
 
-    assert calling(talk) == [grpc.StatusCode.INVALID_ARGUMENT] * 2
+    assert run_with_client(talk) == [grpc.StatusCode.INVALID_ARGUMENT] * 2
 
 
 def test_each_tenant_is_reported_with_its_bounds():
-    stats = calling(lambda client, _: client.stats())
+    stats = run_with_client(lambda client, _: client.stats())
     assert stats.known_tenants == 1234
     first, second = stats.tenants
     assert (first.tenant, first.cached_blocks, first.hit_tokens) == ("a", 3, 60)
@@ -509,12 +509,12 @@ def test_a_lease_is_released_at_once_if_its_response_is_refused():
 
 
 class BegunFuture(Future):
-    """Cannot be cancelled any more, and records attempts."""
+    """Cannot be cancelled any more, and records whether that was tried."""
 
-    was_to_be_cancelled = False
+    was_cancel_called = False
 
     def cancel(self):
-        self.was_to_be_cancelled = True
+        self.was_cancel_called = True
         return super().cancel()
 
 
@@ -543,7 +543,8 @@ def test_a_lease_is_released_at_once_if_its_caller_has_disconnected():
             assert await becomes_true(lambda: len(engine.futures) == 1)
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
-            assert await becomes_true(lambda: engine.futures[0].was_to_be_cancelled)  # the server has seen it
+            # The server has noticed the disconnection.
+            assert await becomes_true(lambda: engine.futures[0].was_cancel_called)
             engine.finish()
             assert await becomes_true(lambda: bool(released))
         return released

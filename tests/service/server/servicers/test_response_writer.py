@@ -12,7 +12,7 @@ from tests.patience import PATIENCE_S
 from tests.service.serving import becomes_true
 
 
-class Gated:
+class GatedPieces:
     """Pieces of which the second one waits for `open` to be set."""
 
     def __init__(self) -> None:
@@ -26,17 +26,17 @@ class Gated:
 
 
 @pytest.mark.parametrize(("num_rows", "num_top"), [(0, 0), (1, 0), (1500, 0), (3000, 2), (5, 2 * PIECE_LOGPROBS)])
-def test_runs_have_all_rows_and_at_most_a_piece_of_log_probabilities(num_rows: int, num_top: int) -> None:
+def test_slices_have_all_rows_and_each_has_at_most_a_piece_of_log_probabilities(num_rows: int, num_top: int) -> None:
     rows = [TokenLogprobs(-float(number), ((7, -1.0),) * num_top) for number in range(num_rows)]
-    cut = [rows[run] for run in row_slices(rows)]
-    assert [row for some in cut for row in some] == rows
-    assert all(num_logprobs(some) <= PIECE_LOGPROBS or len(some) == 1 for some in cut)
+    pieces = [rows[each] for each in row_slices(rows)]
+    assert [row for piece in pieces for row in piece] == rows
+    assert all(num_logprobs(piece) <= PIECE_LOGPROBS or len(piece) == 1 for piece in pieces)
     assert num_logprobs(rows) == num_rows * (1 + num_top)
 
 
 def test_the_loop_continues_while_pieces_are_written() -> None:
     async def run() -> bytes:
-        pieces = Gated()
+        pieces = GatedPieces()
         written = asyncio.create_task(ResponseWriter().join(pieces))
         assert await becomes_true(pieces.has_begun.is_set)
         pieces.open.set()
@@ -47,7 +47,7 @@ def test_the_loop_continues_while_pieces_are_written() -> None:
 
 def test_two_responses_are_written_at_a_time_even_if_their_callers_are_gone() -> None:
     async def run() -> None:
-        writer, (first, second, third) = ResponseWriter(), [Gated() for _ in range(3)]
+        writer, (first, second, third) = ResponseWriter(), [GatedPieces() for _ in range(3)]
         tasks = [asyncio.create_task(writer.join(pieces)) for pieces in (first, second, third)]
         assert await becomes_true(lambda: first.has_begun.is_set() and second.has_begun.is_set())
         tasks[0].cancel()
@@ -55,7 +55,7 @@ def test_two_responses_are_written_at_a_time_even_if_their_callers_are_gone() ->
             await tasks[0]
         for _ in range(10):
             await asyncio.sleep(0)
-        assert not third.has_begun.is_set(), "the thread of the first one still writes"
+        assert not third.has_begun.is_set(), "the thread of the first response still writes"
         first.open.set()
         assert await becomes_true(third.has_begun.is_set)
         second.open.set()

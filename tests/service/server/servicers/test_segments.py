@@ -21,6 +21,7 @@ SALTED = Namespace("model", "b", "", "a salt")
 
 @pytest.fixture
 def engine() -> FakeEngine:
+    """An engine with four segments: of tenant a, "abcd" and its continuations "efgh" and "xy"; of tenant b, "ab"."""
     engine = FakeEngine()
     cache = engine.cache
     publish(cache, "abcdefgh", Namespace("model", "a"))
@@ -29,7 +30,8 @@ def engine() -> FakeEngine:
     return engine
 
 
-def refused(client: Client, **options) -> tuple[grpc.StatusCode, str]:
+def refusal_of(client: Client, **options) -> tuple[grpc.StatusCode, str]:
+    """List segments, which must be refused; return the status and the details of the refusal."""
     with pytest.raises(grpc.RpcError) as caught:
         client.segments(**options)
     return caught.value.code(), caught.value.details()
@@ -79,17 +81,17 @@ def test_a_salt_is_not_returned(engine):
     assert SALTED.salt.encode() not in answer.SerializeToString()
 
 
-def test_a_tenant_sees_its_own_and_no_total(engine):
+def test_a_tenant_sees_its_own_segments_and_no_total(engine):
     def talk(address):
         with Client(address, timeout_s=PATIENCE_S) as client:
             hottest = client.segments(tenant="b", hottest_first=True)
             return client.segments(tenant="b"), hottest, client.segments(tenant="")
 
-    answer, hottest, nobodys = serve_and_call(engine, talk)
+    answer, hottest, of_unnamed_tenant = serve_and_call(engine, talk)
     for each in (answer, hottest):
         assert ([segment.tenant for segment in each.segments], each.compared_segments) == (["b"], 1)
         assert not each.HasField("total_segments")
-    assert list(nobodys.segments) == []
+    assert list(of_unnamed_tenant.segments) == []
 
 
 def test_the_hottest_segments_are_listed_first_with_pins_and_retention(engine):
@@ -134,13 +136,13 @@ def test_inconsistent_requests_are_refused(engine):
             token = client.segments(page_size=1).next_page_token
             foreign = f"{1:x}-{1:x}"
             return [
-                refused(client, page_size=0),
-                refused(client, page_size=1001),
-                refused(client, page_size=257, hottest_first=True),
-                refused(client, page_token="x"),
-                refused(client, page_token=foreign),
-                refused(client, page_token=token, hottest_first=True),
-                refused(client, tenant="x" * 257),
+                refusal_of(client, page_size=0),
+                refusal_of(client, page_size=1001),
+                refusal_of(client, page_size=257, hottest_first=True),
+                refusal_of(client, page_token="x"),
+                refusal_of(client, page_token=foreign),
+                refusal_of(client, page_token=token, hottest_first=True),
+                refusal_of(client, tenant="x" * 257),
             ]
 
     refusals = serve_and_call(engine, talk)

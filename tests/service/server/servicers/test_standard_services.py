@@ -31,6 +31,7 @@ from tests.service.fake_engine import FakeEngine
 from tests.service.fleet.fake_connection import facts
 from tests.service.serving import refusal_of, serving
 
+# The module of generated code of each service.
 GENERATED = {
     "radixkv.v1.PrefillService": prefill_pb2_grpc,
     "radixkv.v1.CacheService": cache_pb2_grpc,
@@ -41,11 +42,14 @@ GENERATED = {
     "grpc.health.v1.Health": health_pb2_grpc,
     "grpc.reflection.v1alpha.ServerReflection": reflection_pb2_grpc,
 }
-OF_FLEETS = "radixkv.v1.FleetService"
+FLEET_SERVICE = "radixkv.v1.FleetService"
 
 
 def make_newer(monkeypatch: pytest.MonkeyPatch, service: str, module: ModuleType, added: list[str]) -> None:
-    """Give a service a method more, as generated code of a newer version has it; note servicers that are added."""
+    """Give a service one more method, as generated code of a newer version does.
+
+    When a servicer of the service is added to a server, the name of the service is appended to `added`.
+    """
     name = service.rpartition(".")[2]
     base = getattr(module, f"{name}Servicer")
     add = getattr(module, f"add_{name}Servicer_to_server")
@@ -94,7 +98,7 @@ def test_a_new_method_of_any_service_is_unimplemented(
                 for service in added
             }
 
-    assert asyncio.run(run()) == dict.fromkeys(GENERATED.keys() - {OF_FLEETS}, grpc.StatusCode.UNIMPLEMENTED)
+    assert asyncio.run(run()) == dict.fromkeys(GENERATED.keys() - {FLEET_SERVICE}, grpc.StatusCode.UNIMPLEMENTED)
     assert caplog.records == []
 
 
@@ -106,12 +110,12 @@ def test_the_server_of_a_fleet_starts_with_new_methods_too(added: list[str]) -> 
         server = IngressServer(ServerConfig(port=0), facts("127.0.0.1:1"), None, roll_call)  # type: ignore[arg-type]
         address = await server.start()
         async with grpc.aio.insecure_channel(address) as channel:
-            refusal = await refusal_of(channel.unary_unary(f"/{OF_FLEETS}/New")(b"", timeout=PATIENCE_S))
+            refusal = await refusal_of(channel.unary_unary(f"/{FLEET_SERVICE}/New")(b"", timeout=PATIENCE_S))
         await server.drain()
         assert refusal.code() is grpc.StatusCode.UNIMPLEMENTED
 
     asyncio.run(run())
-    assert OF_FLEETS in added
+    assert FLEET_SERVICE in added
 
 
 @pytest.mark.parametrize(
@@ -136,7 +140,7 @@ def test_a_server_starts_without_health_and_reflection_and_one_line_says_so(
         async with serving(FakeEngine(), admin_port=0) as (server, address):
             assert (await AsyncClient(address).prefill([1, 2, 3], timeout_s=PATIENCE_S)).usage.prompt_tokens == 3
             assert server.admin_address is not None
-            return {each: await status_of_health(each) for each in (address, server.admin_address)}
+            return {each: await health_check_status(each) for each in (address, server.admin_address)}
 
     code = grpc.StatusCode.UNIMPLEMENTED if "grpc_health" in missing else grpc.StatusCode.OK
     assert set(asyncio.run(run()).values()) == {code}
@@ -146,7 +150,7 @@ def test_a_server_starts_without_health_and_reflection_and_one_line_says_so(
     assert all(message.endswith(str(line)) for message in caplog.messages)
 
 
-async def status_of_health(address: str) -> grpc.StatusCode:
+async def health_check_status(address: str) -> grpc.StatusCode:
     async with grpc.aio.insecure_channel(address) as channel:
         return await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=PATIENCE_S).code()
 

@@ -24,8 +24,8 @@ from tests.service.server.auth.certificates import TOKENS, CredentialFiles
 from tests.service.serving import serve_and_call, serving
 
 
-def statement(engine: FakeEngine, **options: Any):
-    def call(address: str):
+def statement(engine: FakeEngine, **options: Any) -> StatementResponse:
+    def call(address: str) -> StatementResponse:
         with Client(address, timeout_s=PATIENCE_S) as client:
             return client.statement(**options)
 
@@ -33,19 +33,19 @@ def statement(engine: FakeEngine, **options: Any):
 
 
 def test_a_month_is_the_sum_of_its_days(tmp_path: Path) -> None:
-    found = statement(accounted_engine(tmp_path, acme=ACME, other=Use(requests=7)))
-    assert (found.since, found.until, found.covered_s) == ("2026-11-01", "2026-11-28", 300.0)
-    assert [(line.period, line.tenant, line.requests) for line in found.lines] == [
-        ("2026-11", "acme", 13),
+    response = statement(accounted_engine(tmp_path, acme=ACME, other=Use(requests=7)))
+    assert (response.since, response.until, response.covered_s) == ("2026-11-01", "2026-11-28", 300.0)
+    assert [(line.period, line.tenant, line.requests) for line in response.lines] == [
+        ("2026-11", "acme", 13),  # 10 on November 1, and 3 on November 28
         ("2026-11", "other", 7),
     ]
     expected = ACME._replace(requests=13)._asdict()
-    assert found.lines[0] == StatementLine(period="2026-11", tenant="acme", **expected)
+    assert response.lines[0] == StatementLine(period="2026-11", tenant="acme", **expected)
 
 
 def test_days_are_listed_one_by_one(tmp_path: Path) -> None:
-    found = statement(accounted_engine(tmp_path, acme=ACME), since="2026-10", by_day=True)
-    assert [(line.period, line.requests) for line in found.lines] == [
+    response = statement(accounted_engine(tmp_path, acme=ACME), since="2026-10", by_day=True)
+    assert [(line.period, line.requests) for line in response.lines] == [
         ("2026-10-29", 100),
         ("2026-11-01", 10),
         ("2026-11-28", 3),
@@ -94,16 +94,16 @@ def test_a_tenant_sees_its_own_lines_only_and_an_admin_all(tmp_path: Path) -> No
 
     async def run() -> None:
         async with serving(engine, **files.tls) as (_, address):
-            everyone, other = StatementRequest(), StatementRequest(tenant="other")
-            assert await tenants_for(address, "acme", everyone) == ["acme"]
-            refused = await tenants_for(address, "acme", other)
+            of_all, of_other = StatementRequest(), StatementRequest(tenant="other")
+            assert await tenants_for(address, "acme", of_all) == ["acme"]
+            refused = await tenants_for(address, "acme", of_other)
             assert str(refused).startswith("PERMISSION_DENIED")
-            assert "other" not in str(refused).partition("may not act for")[2].replace("the tenant that", "")
+            assert "other" not in str(refused), "the refusal repeats the name of another tenant"
             for operator in ("boss", "watcher"):
-                assert await tenants_for(address, operator, everyone) == ["acme", "other"]
-                assert await tenants_for(address, operator, other) == ["other"]
+                assert await tenants_for(address, operator, of_all) == ["acme", "other"]
+                assert await tenants_for(address, operator, of_other) == ["other"]
             assert await tenants_for(address, "some", StatementRequest(tenant="acme")) == ["acme"]
-            assert str(await tenants_for(address, "some", everyone)).startswith("PERMISSION_DENIED")
+            assert str(await tenants_for(address, "some", of_all)).startswith("PERMISSION_DENIED")
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
@@ -111,24 +111,24 @@ def test_a_tenant_sees_its_own_lines_only_and_an_admin_all(tmp_path: Path) -> No
 def test_too_many_statements_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statements, "MAX_WAITING", 1)
     engine = accounted_engine(tmp_path, acme=ACME)
-    answer: Future[Any] = Future()
-    asked = asyncio.Event()
+    unsaved_days: Future[Any] = Future()
+    is_called = asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
-    def ask(tenant: str | None) -> Future[Any]:
-        loops[0].call_soon_threadsafe(asked.set)
-        return answer
+    def start_statement_days(tenant: str | None) -> Future[Any]:
+        loops[0].call_soon_threadsafe(is_called.set)
+        return unsaved_days
 
-    engine.statement_days = ask
+    engine.statement_days = start_statement_days
 
     async def run() -> None:
         loops.append(asyncio.get_running_loop())
         async with serving(engine) as (_, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
             first = asyncio.ensure_future(client.statement(tenant="acme"))
-            await asked.wait()
+            await is_called.wait()
             with pytest.raises(ResourceExhausted, match="statements"):
                 await client.statement(tenant="acme")
-            answer.set_result({})
+            unsaved_days.set_result({})
             assert [line.requests for line in (await first).lines] == [13]  # today's file, since nothing is newer
             assert len((await client.statement(tenant="acme")).lines) == 1
 
@@ -137,16 +137,16 @@ def test_too_many_statements_at_once_are_refused(tmp_path: Path, monkeypatch: py
 
 def test_the_event_loop_does_not_wait_for_a_long_statement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = accounted_engine(tmp_path, acme=ACME)
-    engine.statement_days = lambda tenant: done({})
+    engine.statement_days = lambda tenant: done_future({})
     threads: set[int] = set()
     for owner, name in (engine.statements, "statement"), (statements, "statement_message"):
         original = getattr(owner, name)
 
-        def noted(*arguments: Any, original: Any = original, **options: Any) -> Any:
+        def record_thread(*arguments: Any, original: Any = original, **options: Any) -> Any:
             threads.add(threading.get_ident())
             return original(*arguments, **options)
 
-        monkeypatch.setattr(owner, name, noted)
+        monkeypatch.setattr(owner, name, record_thread)
 
     async def run() -> StatementResponse:
         return await statements.StatementMaker(engine, Mailbox()).statement(StatementRequest())
@@ -159,24 +159,24 @@ def test_the_event_loop_does_not_wait_for_a_long_statement(tmp_path: Path, monke
 
 def test_cancelled_calls_do_not_add_up_on_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = accounted_engine(tmp_path, acme=ACME)
-    engine.statement_days = lambda tenant: done({})
-    may_end, running, most_running = threading.Event(), [], []
-    add_up = engine.statements.statement
+    engine.statement_days = lambda tenant: done_future({})
+    may_end, running, running_counts = threading.Event(), [], []
+    make_statement = engine.statements.statement
 
-    def slow(*arguments: Any, **options: Any) -> Any:
+    def slow_statement(*arguments: Any, **options: Any) -> Any:
         running.append(None)
-        most_running.append(len(running))
+        running_counts.append(len(running))
         may_end.wait(PATIENCE_S)
         running.pop()
-        return add_up(*arguments, **options)
+        return make_statement(*arguments, **options)
 
-    monkeypatch.setattr(engine.statements, "statement", slow)
+    monkeypatch.setattr(engine.statements, "statement", slow_statement)
 
     async def run() -> None:
         maker = statements.StatementMaker(engine, Mailbox())
         for _ in range(2):
             calls = [asyncio.ensure_future(maker.statement(StatementRequest(tenant="acme"))) for _ in range(4)]
-            while not most_running:
+            while not running_counts:
                 await asyncio.sleep(0)
             await asyncio.sleep(0.01)
             for call in calls:
@@ -187,7 +187,7 @@ def test_cancelled_calls_do_not_add_up_on_threads(tmp_path: Path, monkeypatch: p
             )
         last = asyncio.ensure_future(maker.statement(StatementRequest(tenant="acme")))
         await asyncio.sleep(0.01)
-        assert max(most_running) == 1
+        assert max(running_counts) == 1
         may_end.set()
         assert [line.requests for line in (await last).lines] == [13]
 
@@ -199,7 +199,7 @@ def test_cancelled_calls_do_not_add_up_on_threads(tmp_path: Path, monkeypatch: p
 
 def test_a_call_that_is_cancelled_in_its_turn_lets_the_next_one_continue(tmp_path: Path) -> None:
     engine = accounted_engine(tmp_path, acme=ACME)
-    days: list[Future[Any]] = [Future(), done({})]
+    days: list[Future[Any]] = [Future(), done_future({})]
     engine.statement_days = lambda tenant: days.pop(0)
 
     async def run() -> None:
@@ -213,7 +213,7 @@ def test_a_call_that_is_cancelled_in_its_turn_lets_the_next_one_continue(tmp_pat
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
-def done(result: Any) -> Future[Any]:
+def done_future(result: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(result)
     return future

@@ -49,7 +49,7 @@ def test_empty_long_and_too_many_stop_strings_are_refused(stops: list[str], mess
 
 
 def test_the_maximum_number_and_length_are_allowed() -> None:
-    require_stops([f"{number:256}" for number in range(MAX_STOPS)])
+    require_stops([str(number).rjust(MAX_STOP_CHARS) for number in range(MAX_STOPS)])
 
 
 def make_stop_strings(
@@ -79,7 +79,9 @@ def test_the_end_of_the_prompt_is_no_part_of_the_answer() -> None:
     assert strings.has_ended(0)
 
 
-@pytest.mark.parametrize("files", [None, {}, {"tokenizer.json": "no"}])
+@pytest.mark.parametrize(
+    "files", [None, {}, {"tokenizer.json": "no"}], ids=["no directory", "no tokenizer", "a broken tokenizer"]
+)
 def test_a_model_without_a_tokenizer_is_refused_and_the_error_names_the_field(
     tmp_path: Path, files: dict[str, str] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,9 +108,9 @@ def generate(
 
 
 def joined(answers: Sequence[GenerateResponse], index: int = 0) -> tuple[list[int], GenerateResponse]:
-    """Return all tokens of one answer, and its last part."""
-    own = [answer for answer in answers if answer.index == index]
-    return [token_id for answer in own for token_id in answer.token_ids], own[-1]
+    """Return all tokens of one completion, and its last response."""
+    responses = [answer for answer in answers if answer.index == index]
+    return [token_id for response in responses for token_id in response.token_ids], responses[-1]
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
@@ -124,7 +126,7 @@ def test_a_string_ends_the_answer_with_the_token_that_completes_it(*, is_gated: 
     assert answers[0].usage.prompt_tokens == 1
 
 
-def test_a_string_that_the_last_token_completes_ends_it_too() -> None:
+def test_a_stop_string_that_the_last_token_completes_is_the_finish_reason() -> None:
     token_ids, last = joined(generate(stop=["@"], max_new_tokens=7))
     assert (token_ids, last.finish_reason, last.matched_stop) == (ANSWER[:7], STOP, "@")
 

@@ -18,6 +18,7 @@ OTHER = Namespace("model", "other", "0123456789abcdef")
 
 @pytest.fixture
 def engine() -> FakeEngine:
+    """An engine whose store has four blocks of 16 tokens; the block "b" is retained, with a priority above 50."""
     engine = FakeEngine()
     for key, namespace in ((b"a", ACME), (b"b", ACME), (b"c", SALTED), (b"d", OTHER)):
         engine.stored.add(key, namespace, 90 if key == b"b" else 50)
@@ -42,7 +43,7 @@ def test_pages_have_every_namespace_once(engine):
     assert (first.total_segments, len(first.segments), second.next_page_token) == (3, 0, "")
 
 
-def test_a_tenant_sees_its_own_alone_in_a_bounded_number_of_calls(engine, monkeypatch):
+def test_a_tenant_sees_only_its_own_namespaces_in_a_bounded_number_of_calls(engine, monkeypatch):
     monkeypatch.setattr(segments_module, "MAX_CALLS", 1)
     monkeypatch.setattr("radixkv.offload.index.namespace_keys.MAX_PASSED", 2)
 
@@ -53,11 +54,11 @@ def test_a_tenant_sees_its_own_alone_in_a_bounded_number_of_calls(engine, monkey
 
     first, second = serve_and_call(engine, talk)
     assert (len(first.stored), [each.tenant for each in second.stored]) == (0, ["other"])
-    assert (first.compared_segments, second.compared_segments) == (0, 1), "others are not listed"
+    assert (first.compared_segments, second.compared_segments) == (0, 1), "namespaces of other tenants are counted"
     assert not second.HasField("total_segments")
 
 
-def test_a_store_that_does_not_exist_is_named(engine):
+def test_inconsistent_requests_for_a_store_are_refused(engine):
     def talk(address):
         with Client(address, timeout_s=PATIENCE_S) as client:
             details = []

@@ -19,22 +19,28 @@ BUSY, OTHER = QuotaKey.of_tenant("busy"), QuotaKey.of_tenant("other")
 
 
 def chunk_of(number, num_top=None):
+    """Return the chunk with the token `number`, with log probabilities if `num_top` is given."""
     logprobs = () if num_top is None else (TokenLogprobs(-float(number), ((number, -1.0),) * num_top),)
     return GeneratedTokens((number,), Usage(3, 0, 3, 0, number), logprobs, ("of the prompt",) if number == 1 else ())
 
 
-class Line:
-    """A stream whose tokens come at once."""
+class Call:
+    """A call with a stream of tokens. It counts how often the stream cancels it.
 
-    def __init__(self, most_bytes=10**6, account=BUSY, held=None, turns=None):
-        self.held = FairShares(most_bytes, "bytes") if held is None else held
+    Attributes:
+        held: the bytes of unsent tokens, shared with the calls that were given the same object.
+    """
+
+    def __init__(self, max_bytes=10**6, key=BUSY, held=None, turns=None):
+        self.held = FairShares(max_bytes, "bytes") if held is None else held
         self.num_cancels = 0
-        self.stream = TokenStream(Mailbox(), self.held, account, self.cancel, turns or StreamTurns())
+        self.stream = TokenStream(Mailbox(), self.held, key, self.cancel, turns or StreamTurns())
 
     def cancel(self):
         self.num_cancels += 1
 
     async def receive(self, index, *chunks, put=None):
+        """Put chunks of a completion into the stream, by default with `put`, and let the event loop deliver them."""
         for each in chunks:
             (put or self.stream.put)(index, each)
         await asyncio.sleep(0)
@@ -42,11 +48,11 @@ class Line:
 
 def test_tokens_that_wait_are_sent_together():
     async def run():
-        line = Line()
-        await line.receive(1, *(chunk_of(number, 2) for number in range(1, 5)))
-        await line.receive(0, chunk_of(1))
-        answers, ended = await line.stream.get()
-        first, other = (line.stream.take(index) for index in answers)
+        call = Call()
+        await call.receive(1, *(chunk_of(number, 2) for number in range(1, 5)))
+        await call.receive(0, chunk_of(1))
+        answers, ended = await call.stream.get()
+        first, other = (call.stream.take(index) for index in answers)
         return list(answers), ended, first, other
 
     answers, ended, first, other = asyncio.run(run())
@@ -61,17 +67,17 @@ def test_tokens_that_wait_are_sent_together():
 def test_of_many_streams_with_tokens_one_sends_in_each_iteration_of_the_event_loop():
     async def run():
         turns, iteration, sent = StreamTurns(), 0, []
-        lines = [Line(turns=turns) for _ in range(40)]
+        calls = [Call(turns=turns) for _ in range(40)]
 
         async def send(number):
-            await lines[number].stream.get()
-            sent.append((iteration, number, lines[number].stream.take(0).token_ids))
+            await calls[number].stream.get()
+            sent.append((iteration, number, calls[number].stream.take(0).token_ids))
 
-        sending = [asyncio.create_task(send(number)) for number in range(len(lines))]
-        await asyncio.gather(*(line.receive(0, chunk_of(1)) for line in lines))
+        sending = [asyncio.create_task(send(number)) for number in range(len(calls))]
+        await asyncio.gather(*(call.receive(0, chunk_of(1)) for call in calls))
         while not all(task.done() for task in sending):
             if iteration == 5:  # the last stream still waits
-                lines[-1].stream.put(0, chunk_of(2))
+                calls[-1].stream.put(0, chunk_of(2))
             iteration += 1
             await asyncio.sleep(0)
         return sent
@@ -84,12 +90,12 @@ def test_of_many_streams_with_tokens_one_sends_in_each_iteration_of_the_event_lo
 
 def test_tokens_that_arrive_while_others_are_sent_are_sent_with_them():
     async def run():
-        line = Line()
-        await line.receive(0, chunk_of(1))
-        await line.stream.get()
-        await line.receive(0, chunk_of(2))
-        taken = line.stream.take(0).token_ids
-        return taken, *(await line.stream.get())
+        call = Call()
+        await call.receive(0, chunk_of(1))
+        await call.stream.get()
+        await call.receive(0, chunk_of(2))
+        taken = call.stream.take(0).token_ids
+        return taken, *(await call.stream.get())
 
     taken, answers, ended = asyncio.run(run())
     assert taken == [1, 2]
@@ -98,12 +104,12 @@ def test_tokens_that_arrive_while_others_are_sent_are_sent_with_them():
 
 def test_unsent_tokens_of_a_completion_that_ended_can_still_be_taken():
     async def run():
-        line = Line()
-        await line.receive(0, chunk_of(1, 0))
-        line.stream.end(0, None)
+        call = Call()
+        await call.receive(0, chunk_of(1, 0))
+        call.stream.end(0, None)
         await asyncio.sleep(0)
-        answers, ended = await line.stream.get()
-        return list(answers), ended, line.stream.take(0), line.stream.take(0)
+        answers, ended = await call.stream.get()
+        return list(answers), ended, call.stream.take(0), call.stream.take(0)
 
     answers, ended, taken, again = asyncio.run(run())
     assert (answers, ended) == ([], [0])
@@ -113,15 +119,15 @@ def test_unsent_tokens_of_a_completion_that_ended_can_still_be_taken():
 
 def test_tokens_that_are_sent_as_a_whole_wake_no_call():
     async def run():
-        line = Line()
+        call = Call()
         without_logprobs = chunk_of(3)
-        await line.receive(0, chunk_of(1, 0), chunk_of(2, 0), without_logprobs, put=line.stream.keep)
-        waiting = asyncio.create_task(line.stream.get())
+        await call.receive(0, chunk_of(1, 0), chunk_of(2, 0), without_logprobs, put=call.stream.keep)
+        waiting = asyncio.create_task(call.stream.get())
         await asyncio.sleep(0)
         was_woken = waiting.done()
-        line.stream.end(0, None)
+        call.stream.end(0, None)
         await waiting
-        return was_woken, line.stream.take(0).token_ids
+        return was_woken, call.stream.take(0).token_ids
 
     assert asyncio.run(run()) == (False, [1, 2])
 
@@ -129,65 +135,66 @@ def test_tokens_that_are_sent_as_a_whole_wake_no_call():
 @pytest.mark.parametrize("num_top", [None, 0, 5])
 def test_tokens_count_as_held_until_they_are_sent(num_top):
     async def run():
-        line = Line()
-        await line.receive(0, chunk_of(1, num_top), chunk_of(2, num_top))
-        held = [line.held.used]
-        await line.stream.get()
-        line.stream.take(0)
-        held.append(line.held.used)
-        await line.receive(0, chunk_of(3, num_top))
-        held.append(line.held.used)
-        await line.stream.get()
-        held.append(line.held.used)
-        line.stream.close()
-        return [*held, line.held.used]
+        call = Call()
+        await call.receive(0, chunk_of(1, num_top), chunk_of(2, num_top))
+        held = [call.held.used]
+        await call.stream.get()
+        call.stream.take(0)
+        held.append(call.held.used)
+        await call.receive(0, chunk_of(3, num_top))
+        held.append(call.held.used)
+        await call.stream.get()
+        held.append(call.held.used)
+        call.stream.close()
+        return [*held, call.held.used]
 
-    one = unsent_bytes(1, 0 if num_top is None else 1 + num_top)
-    assert asyncio.run(run()) == [2 * one, 2 * one, 3 * one, one, 0]
+    token_bytes = unsent_bytes(1, 0 if num_top is None else 1 + num_top)
+    # Two tokens were received, then taken, and a third one received; the next `get` means that the first two were sent.
+    assert asyncio.run(run()) == [2 * token_bytes, 2 * token_bytes, 3 * token_bytes, token_bytes, 0]
 
 
 def test_only_the_call_of_a_key_that_leaves_too_much_unread_ends():
     async def run():
-        line = Line(10 * unsent_bytes(1, 101))
-        other = Line(account=OTHER, held=line.held)
+        call = Call(10 * unsent_bytes(1, 101))
+        other = Call(key=OTHER, held=call.held)
         await other.receive(0, chunk_of(1, 100))
-        await line.receive(0, *(chunk_of(number, 100) for number in range(1, 100)))
+        await call.receive(0, *(chunk_of(number, 100) for number in range(1, 100)))
         await other.receive(0, chunk_of(2, 100))
         with pytest.raises(QueueFull, match="for this tenant"):
-            await line.stream.get()
+            await call.stream.get()
         await other.stream.get()
-        held, token_ids = line.held.used, other.stream.take(0).token_ids
-        line.stream.close()
+        held_bytes, token_ids = call.held.used, other.stream.take(0).token_ids
+        call.stream.close()
         other.stream.close()
-        return held, token_ids, line.num_cancels, other.num_cancels, line.held.used
+        return held_bytes, token_ids, call.num_cancels, other.num_cancels, call.held.used
 
-    held, token_ids, num_cancels, num_other_cancels, left = asyncio.run(run())
-    assert held == 2 * unsent_bytes(1, 101), "what was refused is dropped"
+    held_bytes, token_ids, num_cancels, num_other_cancels, held_bytes_at_end = asyncio.run(run())
+    assert held_bytes == 2 * unsent_bytes(1, 101), "the tokens of the refused call are still held"
     assert token_ids == [1, 2]
-    assert (num_cancels, num_other_cancels, left) == (1, 0, 0)
+    assert (num_cancels, num_other_cancels, held_bytes_at_end) == (1, 0, 0)
 
 
 def test_tokens_after_the_end_are_not_held():
     async def run():
-        line = Line()
-        await line.receive(0, chunk_of(1))
-        line.stream.close()
-        await line.receive(0, chunk_of(2))
-        return line.held.used
+        call = Call()
+        await call.receive(0, chunk_of(1))
+        call.stream.close()
+        await call.receive(0, chunk_of(2))
+        return call.held.used
 
     assert asyncio.run(run()) == 0
 
 
 def test_dropped_tokens_are_not_taken_in_part():
     async def run():
-        line = Line(2 * unsent_bytes(1, 1))
-        await line.receive(0, chunk_of(1, 0))
-        await line.stream.get()
-        await line.receive(0, *(chunk_of(number, 0) for number in range(2, 9)))
-        for look in (line.stream.take, line.stream.unsent):
+        call = Call(2 * unsent_bytes(1, 1))
+        await call.receive(0, chunk_of(1, 0))
+        await call.stream.get()
+        await call.receive(0, *(chunk_of(number, 0) for number in range(2, 9)))
+        for read_tokens in (call.stream.take, call.stream.unsent):
             with pytest.raises(QueueFull):
-                look(0)
-        line.stream.close()
-        return line.held.used
+                read_tokens(0)
+        call.stream.close()
+        return call.held.used
 
     assert asyncio.run(run()) == 0
