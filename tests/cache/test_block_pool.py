@@ -83,7 +83,7 @@ def test_every_second_id_of_an_array_is_released() -> None:
     assert counts(pool) == (2, 2, 0)
 
 
-@pytest.mark.parametrize("wrong", [(0,), (1, 0), (2,)], ids=["free", "one is free", "the tree's"])
+@pytest.mark.parametrize("wrong", [(0,), (1, 0), (2,)], ids=["free", "one is free", "published"])
 def test_a_double_release_is_refused_and_changes_nothing(wrong: tuple[int, ...]) -> None:
     pool = BlockPool(3)
     pool.acquire(3)
@@ -95,7 +95,7 @@ def test_a_double_release_is_refused_and_changes_nothing(wrong: tuple[int, ...])
     assert state(pool) == before
 
 
-@pytest.mark.parametrize("wrong", [(0,), (1, 0), (1, 2)], ids=["free", "one is free", "one is the tree's"])
+@pytest.mark.parametrize("wrong", [(0,), (1, 0), (1, 2)], ids=["free", "one is free", "one is published"])
 def test_only_leased_blocks_are_published(wrong: tuple[int, ...]) -> None:
     pool = BlockPool(3)
     pool.acquire(3)

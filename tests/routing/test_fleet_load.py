@@ -22,11 +22,13 @@ def load(clock: FakeClock) -> FleetLoad:
 
 
 def queue_tokens(load: FleetLoad, name: str) -> int:
-    return load.waits([name], "", [0])[0][0]
+    ((num_queue_tokens, _),) = load.waits([name], "", [0])
+    return num_queue_tokens
 
 
 def recent_tokens(load: FleetLoad, name: str) -> float:
-    return load.waits([name], "", [0])[0][1]
+    ((_, num_recent_tokens),) = load.waits([name], "", [0])
+    return num_recent_tokens
 
 
 def test_the_queue_of_a_replica_is_the_tokens_that_were_sent_and_are_not_finished(load: FleetLoad) -> None:

@@ -132,7 +132,7 @@ def test_generations_that_grow_together_get_adjacent_blocks() -> None:
     for request in bench.core._scheduler.running:
         id_steps = np.diff(request.open_lease.block_ids)
         assert id_steps.size >= 11
-        # The last block of a prompt that ends inside a block was copied, and the copy lies behind the block.
+        # If a prompt ends inside a block, its last block was copied into the next one, so that the lease skips an id.
         ends_in_a_block = request.params.num_tokens % BLOCK_SIZE > 0
         assert sorted(id_steps) == [1] * (id_steps.size - ends_in_a_block) + [2] * ends_in_a_block
     bench.run()

@@ -268,7 +268,7 @@ class Walk:
         self.ledger = TenantLedger(
             world.block_size, dict(world.quotas), clock=self.clock, unix_time=lambda: DAY_S - 20.0
         )
-        self.use = UseOracle(self.ledger, world.block_size)
+        self.use_oracle = UseOracle(self.ledger, world.block_size)
         self.watch = WatchedCache(EVENT_BLOCK_SIZES[world.block_size], world.block_size, max_step_blocks=40)
         self.cache = PrefixCache(
             world.num_blocks,
@@ -289,11 +289,11 @@ class Walk:
         self.oracle = Oracle(world.num_blocks, world.block_size, world.max_retained_blocks, self.parts)
         self.texts = [np.array([*map(int, text)], dtype="<u4").tobytes() for text in world.public_texts]
         self.oracle.public_texts = tuple(self.texts)
-        self.public: dict[bytes, PublicPrefix] = {}
+        self.public: dict[bytes, PublicPrefix] = {}  # the present public prefixes, by text
         self.holders: list[Holder] = []
         self.closed_lease = self.cache.lease(NAMESPACES[0], b"\1\0\0\0")
         self.closed_lease.close()
-        self.prompts: list[tuple[int, ...]] = [()]
+        self.prompts: list[tuple[int, ...]] = [()]  # some earlier prompts, from which new ones are made
         self.num_dropped_blocks = 0  # dropped in the last step, but not counted as evicted
         # The sessions that published each whole block, by the number of the prefix that the block ends.
         self.publishers: dict[int, set[Session | None]] = {}
@@ -347,7 +347,7 @@ class Walk:
             assert num_removed_blocks <= num_lost_tokens <= num_removed_blocks * self.world.block_size
             self.events["evicted blocks"] += num_removed_blocks
         self.cache.check()
-        self.use.verify(self.cache, self.clock.now_s)
+        self.use_oracle.verify(self.cache, self.clock.now_s)
         assert self.cache.num_retained_blocks == len(self.oracle.retention.retained())
         for tree in self.cache._trees.values():
             self.oracle.verify_priorities(tree)
@@ -967,7 +967,7 @@ class Walk:
         assert self.cache.num_evictable_blocks == num_published
         assert sum(self.cache.evict(self.world.num_blocks + 1, tenant=tenant) for tenant in ("", "a")) == num_published
         self.cache.check()
-        self.use.verify(self.cache, self.clock.now_s)
+        self.use_oracle.verify(self.cache, self.clock.now_s)
         counts = self._counts()
         assert counts.num_free == self.world.num_blocks
         assert counts.num_leased == counts.num_published == counts.num_pinned == 0
