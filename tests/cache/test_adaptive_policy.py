@@ -12,10 +12,12 @@ from radixkv.cache.adaptive_policy import AdaptivePolicy, HitDensities
 from radixkv.cache.prefix_cache import PrefixCache
 from tests.fakes import MODEL, FakeClock, cached, lease_text, publish, spell
 
-OLD = 15  # some kind of reused nodes
+NUM_KINDS = len(HitDensities().node_waits) // len(Awaits)  # of one value of `Awaits`
+REUSED_KIND = 15  # any kind of reused nodes
 
 
-def learned_from(kind: int, waits_s: list[float], num_unused: int) -> HitDensities:
+def learn_densities(kind: int, waits_s: list[float], num_unused: int) -> HitDensities:
+    """Return what is learned from nodes of ten blocks: one is used after each wait, and `num_unused` never are."""
     densities = HitDensities()
     for wait_s in waits_s:
         densities.wait(kind, 10)
@@ -26,23 +28,32 @@ def learned_from(kind: int, waits_s: list[float], num_unused: int) -> HitDensiti
     return densities
 
 
+def make_adaptive_cache(num_blocks: int = 32) -> tuple[PrefixCache, FakeClock, AdaptivePolicy]:
+    clock, policy = FakeClock(), AdaptivePolicy(num_blocks)
+    return PrefixCache(num_blocks, 4, policy=policy, clock=clock), clock, policy
+
+
+def num_hit_blocks(policy: AdaptivePolicy) -> float:
+    return sum(map(sum, policy.densities.hits))
+
+
 def test_the_density_is_the_hits_in_the_best_period_divided_by_its_block_seconds() -> None:
-    densities = learned_from(OLD, [64.0] * 1000, num_unused=0)
-    assert densities.density(OLD, 0.1) == pytest.approx(1 / 64, rel=0.3)
-    assert densities.density(OLD, 50.0) > 2 * densities.density(OLD, 0.1)  # the use is nearer
-    assert densities.density(OLD, 100.0) < 1e-9  # it did not happen
-    halved = learned_from(OLD, [64.0] * 1000, num_unused=1000)
-    assert halved.density(OLD, 0.1) == pytest.approx(0.5 / 64, rel=0.3)
+    densities = learn_densities(REUSED_KIND, [64.0] * 1000, num_unused=0)
+    assert densities.density(REUSED_KIND, 0.1) == pytest.approx(1 / 64, rel=0.3)
+    assert densities.density(REUSED_KIND, 50.0) > 2 * densities.density(REUSED_KIND, 0.1)  # the use comes in 14 s
+    assert densities.density(REUSED_KIND, 100.0) < 1e-9  # no node was used after more than 64 s
+    half_unused = learn_densities(REUSED_KIND, [64.0] * 1000, num_unused=1000)
+    assert half_unused.density(REUSED_KIND, 0.1) == pytest.approx(0.5 / 64, rel=0.3)
 
 
 def test_a_kind_with_few_uses_has_the_density_of_its_group() -> None:
-    densities = learned_from(OLD, [8.0] * 1000, num_unused=0)
-    densities.wait(OLD + 1, 10)
+    densities = learn_densities(REUSED_KIND, [8.0] * 1000, num_unused=0)
+    densities.wait(REUSED_KIND + 1, 10)
     densities.update()
-    assert densities.density(OLD + 1, 1.0) == pytest.approx(densities.density(OLD, 0.1), rel=0.6)
+    assert densities.density(REUSED_KIND + 1, 1.0) == pytest.approx(densities.density(REUSED_KIND, 0.1), rel=0.6)
 
 
-def test_what_a_session_awaits_is_a_kind_of_its_own() -> None:
+def test_nodes_of_each_value_of_awaits_have_a_kind_of_their_own() -> None:
     cache, _, policy = make_adaptive_cache()
     kinds = set()
     for awaits in Awaits:
@@ -55,19 +66,20 @@ def test_what_a_session_awaits_is_a_kind_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("num_at_a_time", [1, 16, 29, 34, 64])
-def test_a_kind_that_all_nodes_leave_has_the_density_of_its_group(num_at_a_time: int) -> None:
-    densities, left = HitDensities(), OLD + 41
+def test_the_density_of_a_kind_that_all_nodes_have_left_is_valid(num_at_a_time: int) -> None:
+    """Since old counts are reduced, the counts of a kind are below zero after all its nodes have moved."""
+    densities, next_kind = HitDensities(), REUSED_KIND + NUM_KINDS  # the same pace, and the next value of `Awaits`
     for number in range(20_000):
-        densities.wait(OLD, 10)
+        densities.wait(REUSED_KIND, 10)
         if number >= num_at_a_time:
-            densities.move(OLD, left, 10)
-            densities.hit(left, 10, math.log2(8.0))
+            densities.move(REUSED_KIND, next_kind, 10)
+            densities.hit(next_kind, 10, math.log2(8.0))
         if number % 256 == 0:
             densities.forget(0.99)
     for _ in range(num_at_a_time):
-        densities.move(OLD, left, 10)
+        densities.move(REUSED_KIND, next_kind, 10)
     densities.update()
-    assert 0 <= densities.density(OLD, 8.0) <= 1
+    assert 0 <= densities.density(REUSED_KIND, 8.0) <= 1
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
@@ -81,18 +93,18 @@ def test_the_kind_of_an_ended_session_does_not_depend_on_the_order_of_calls(*, e
     cache.end_session("", "s")
     lease.close()
     (node,) = cache.nodes()
-    assert policy.kind(node) // (len(policy.densities.block_waits) // len(Awaits)) == Awaits.NOTHING
+    assert policy.kind(node) // NUM_KINDS == Awaits.NOTHING
 
 
 def test_setting_what_a_session_awaits_sets_the_kind() -> None:
     cache, _, policy = make_adaptive_cache()
     publish(cache, "aaaabbbb")
     (node,) = cache.nodes()
-    kinds = []
+    awaits_of_kinds = []
     for awaits in (Awaits.TOOL, Awaits.UNKNOWN):
         cache.set_awaits(MODEL, spell("aaaabbbb"), awaits)
-        kinds.append(policy.kind(node) // (len(policy.densities.block_waits) // len(Awaits)))
-    assert kinds == [Awaits.TOOL, Awaits.UNKNOWN]
+        awaits_of_kinds.append(policy.kind(node) // NUM_KINDS)
+    assert awaits_of_kinds == [Awaits.TOOL, Awaits.UNKNOWN]
     cache.check()
 
 
@@ -118,15 +130,6 @@ def test_the_policy_begins_as_least_recently_used() -> None:
     assert [cached(cache, text) for text in ("aaaa", "bbbb")] == [4, 0]
 
 
-def make_adaptive_cache(num_blocks: int = 32) -> tuple[PrefixCache, FakeClock, AdaptivePolicy]:
-    clock, policy = FakeClock(), AdaptivePolicy(num_blocks)
-    return PrefixCache(num_blocks, 4, policy=policy, clock=clock), clock, policy
-
-
-def num_hits(policy: AdaptivePolicy) -> float:
-    return sum(map(sum, policy.densities.hits))
-
-
 def test_new_blocks_after_reused_ones_are_evicted_as_new_ones() -> None:
     cache, _, policy = make_adaptive_cache()
     publish(cache, "aaaabbbb")
@@ -140,7 +143,7 @@ def test_new_blocks_after_reused_ones_are_evicted_as_new_ones() -> None:
 
 
 def test_new_blocks_of_a_session_that_waits_for_a_tool_are_of_the_kind_of_the_reused_ones() -> None:
-    kinds = []
+    kinds: dict[Awaits, tuple[int, int]] = {}
     for awaits in (Awaits.TOOL, Awaits.USER):
         cache, _, policy = make_adaptive_cache()
         publish(cache, "aaaabbbb")
@@ -148,11 +151,11 @@ def test_new_blocks_of_a_session_that_waits_for_a_tool_are_of_the_kind_of_the_re
             lease.commit(12)
             lease.awaits = awaits
         (node,) = cache.nodes()
-        with_new = policy.kind(node)
+        kind_with_new_block = policy.kind(node)
         cache.evict(1)
-        kinds.append((with_new, policy.kind(node)))
-    assert kinds[0][0] == kinds[0][1]
-    assert kinds[1][0] != kinds[1][1]
+        kinds[awaits] = kind_with_new_block, policy.kind(node)
+    assert kinds[Awaits.TOOL][0] == kinds[Awaits.TOOL][1]
+    assert kinds[Awaits.USER][0] != kinds[Awaits.USER][1]
 
 
 def use_in_session(cache: PrefixCache, clock: FakeClock, text: str, now_s: float) -> None:
@@ -163,11 +166,11 @@ def use_in_session(cache: PrefixCache, clock: FakeClock, text: str, now_s: float
 
 
 @pytest.mark.parametrize("num_evicted_blocks", [1, 2, 3, 4])
-@pytest.mark.parametrize("ends", [(16,), (4, 8, 12, 16)])
+@pytest.mark.parametrize("chunk_ends", [(16,), (4, 8, 12, 16)])
 def test_what_is_loaded_ahead_of_its_next_use_waits_as_if_it_had_stayed(
-    num_evicted_blocks: int, ends: tuple[int, ...]
+    num_evicted_blocks: int, chunk_ends: tuple[int, ...]
 ) -> None:
-    def learned(*, is_evicted: bool) -> tuple[object, ...]:
+    def observe_policy(*, is_evicted: bool) -> tuple[object, ...]:
         cache, clock, policy = make_adaptive_cache()
         for now_s, length in ((1, 8), (3, 12), (9, 16)):
             use_in_session(cache, clock, "aaaabbbbccccdddd"[:length], now_s)
@@ -179,21 +182,21 @@ def test_what_is_loaded_ahead_of_its_next_use_waits_as_if_it_had_stayed(
             with cache.lease(
                 MODEL, spell("aaaabbbbccccdddd"), is_prefetch=True, prior_use_s=9, session_id="s"
             ) as lease:
-                for end in ends:
+                for end in chunk_ends:
                     lease.commit(end)
         cache.check()
-        waiting = [(node.policy_note.num_uses, policy.kind(node)) for node in cache.nodes()]
+        waiting_nodes = [(node.policy_note.num_uses, policy.kind(node)) for node in cache.nodes()]
         use_in_session(cache, clock, "aaaabbbbccccddddeeee", 27)
-        used = [(node.last_used_s, node.policy_note.log_pace) for node in cache.nodes()]
-        return num_hits(policy), sum(policy.densities.block_waits), sorted(waiting), sorted(used)
+        used_nodes = [(node.last_used_s, node.policy_note.log_pace) for node in cache.nodes()]
+        return num_hit_blocks(policy), sum(policy.densities.block_waits), sorted(waiting_nodes), sorted(used_nodes)
 
-    assert learned(is_evicted=True) == learned(is_evicted=False)
+    assert observe_policy(is_evicted=True) == observe_policy(is_evicted=False)
 
 
 @pytest.mark.parametrize("has_learned", [True, False])
 def test_what_is_loaded_ahead_is_as_old_as_its_last_use_once_the_policy_has_learned(*, has_learned: bool) -> None:
     cache, clock, policy = make_adaptive_cache(8)
-    for number in range(32 if has_learned else 0):
+    for number in range(32 if has_learned else 0):  # four times the blocks of the cache
         publish(cache, chr(1000 + number) * 4)
     use_in_session(cache, clock, "aaaabbbb", 1)
     clock.now_s = 5
@@ -203,7 +206,7 @@ def test_what_is_loaded_ahead_is_as_old_as_its_last_use_once_the_policy_has_lear
 
 
 def test_a_prefetch_does_not_renew_a_retention_ahead_of_the_next_use() -> None:
-    expiry_s = []
+    num_retained_blocks = []
     for prior_use_s in (None, 0.0):
         cache, clock, _ = make_adaptive_cache()
         publish(cache, "aaaabbbb")
@@ -211,8 +214,8 @@ def test_a_prefetch_does_not_renew_a_retention_ahead_of_the_next_use() -> None:
         clock.now_s = 8
         cache.lease(MODEL, spell("aaaabbbb"), is_prefetch=True, prior_use_s=prior_use_s).close()
         clock.now_s = 12
-        expiry_s.append(cache.num_retained_blocks)
-    assert expiry_s == [2, 0]
+        num_retained_blocks.append(cache.num_retained_blocks)
+    assert num_retained_blocks == [2, 0], "without the time of the prior use, a prefetch counts as a use"
 
 
 def test_the_number_of_remembered_leaves_is_bounded() -> None:
@@ -220,7 +223,7 @@ def test_the_number_of_remembered_leaves_is_bounded() -> None:
     for index in range(5000):
         clock.now_s += 1
         publish(cache, chr(1000 + index) * 4)
-    assert len(policy._ghosts) == 4096
+    assert len(policy._ghosts) == 4096, "the minimum, since the cache has only 8 blocks"
 
 
 def test_a_leaf_that_returns_after_its_eviction_is_learned_from() -> None:
@@ -230,13 +233,13 @@ def test_a_leaf_that_returns_after_its_eviction_is_learned_from() -> None:
     cache.evict(1)
     clock.now_s = 60
     publish(cache, "aaaabbbbcccc")
-    assert num_hits(policy) == 2
+    assert num_hit_blocks(policy) == 2
     (node,) = cache.nodes()
     assert (node.policy_note.num_uses, node.policy_note.num_blocks, node.policy_note.num_new_blocks) == (1, 2, 1)
 
 
 def test_what_is_learned_does_not_depend_on_where_a_path_is_cut() -> None:
-    def learned(*, cuts: bool) -> float:
+    def count_hits(*, cuts: bool) -> float:
         cache, clock, policy = make_adaptive_cache()
         publish(cache, "aaaabbbbccccdddd")
         if cuts:
@@ -245,20 +248,20 @@ def test_what_is_learned_does_not_depend_on_where_a_path_is_cut() -> None:
             assert len(cache.segments) == 4
         clock.now_s = 7
         publish(cache, "aaaabbbbccccddddeeee")
-        return num_hits(policy)
+        return num_hit_blocks(policy)
 
-    assert learned(cuts=True) == learned(cuts=False) == 4
+    assert count_hits(cuts=True) == count_hits(cuts=False) == 4
 
 
 def test_a_leaf_that_returns_in_chunks_is_learned_from_as_if_at_once() -> None:
-    def learned(*ends: int) -> float:
+    def count_hits(*chunk_ends: int) -> float:
         cache, clock, policy = make_adaptive_cache(8)
         publish(cache, "aaaabbbbccccdddd")
         cache.evict(4)
         clock.now_s = 60
         with cache.lease(MODEL, spell("aaaabbbbccccddddeeee")) as lease:
-            for end in ends:
+            for end in chunk_ends:
                 lease.commit(end)
-        return num_hits(policy)
+        return num_hit_blocks(policy)
 
-    assert learned(20) == learned(4, 8, 12, 16, 20) == 4
+    assert count_hits(20) == count_hits(4, 8, 12, 16, 20) == 4

@@ -19,19 +19,17 @@ OTHER = Namespace("model", "other")
 
 
 class Published:
-    """A cache with a clock, and the prompts that were published in it."""
+    """A cache in which prompts were published, each a second after the one before."""
 
     def __init__(self, *texts: str, block_size: int = 4, num_blocks: int = 4096) -> None:
         self.clock = FakeClock()
         self.cache = PrefixCache(num_blocks, block_size, clock=self.clock)
-        self.texts: list[str] = []
         for text in texts:
             self.publish(text)
 
     def publish(self, text: str, namespace: Namespace = MODEL) -> None:
         self.clock.now_s += 1
         publish(self.cache, text, namespace)
-        self.texts.append(text)
 
     def divergence(self, text: str, namespace: Namespace = MODEL) -> Divergence:
         return self.cache.divergence(namespace, spell(text))
@@ -46,10 +44,10 @@ def texts_of(divergence: Divergence) -> list[str]:
 
 
 def num_shared(first: str, second: str) -> int:
-    return next(
-        (at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]),
-        min(len(first), len(second)),
-    )
+    num_tokens = 0
+    while num_tokens < min(len(first), len(second)) and first[num_tokens] == second[num_tokens]:
+        num_tokens += 1
+    return num_tokens
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
@@ -62,40 +60,42 @@ def test_a_new_prompt_diverges_from_the_tree_where_it_diverges_from_a_list_of_pr
         prompt = "".join(rng.choices("abc", k=rng.randrange(1, 24)))
         if any(text.startswith(prompt) for text in texts):
             continue
-        found = published.divergence(prompt)
+        divergence = published.divergence(prompt)
         left_at = max((num_shared(prompt, text) for text in texts), default=0)
-        assert found.left_at == left_at
+        assert divergence.left_at == left_at
         continuations = {text[left_at:] for text in texts if num_shared(prompt, text) == left_at < len(text)}
-        maximal = {
-            one for one in continuations if not any(other != one and other.startswith(one) for other in continuations)
-        }
-        assert set(texts_of(found)) <= maximal
-        if len(maximal) <= MAX_BRANCHES:
-            assert {each[0] for each in texts_of(found)} == {each[0] for each in maximal}
-        num_with_branches += bool(maximal)
+        # A branch is followed to a leaf, so it is never the beginning of another one.
+        whole_branches = set()
+        for continuation in continuations:
+            if not any(other != continuation and other.startswith(continuation) for other in continuations):
+                whole_branches.add(continuation)
+        assert set(texts_of(divergence)) <= whole_branches
+        if len(whole_branches) <= MAX_BRANCHES:
+            assert {branch[0] for branch in texts_of(divergence)} == {branch[0] for branch in whole_branches}
+        num_with_branches += bool(whole_branches)
     assert num_with_branches > 50
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_a_prompt_that_only_it_has_used_is_explained_as_if_it_were_not_cached(block_size: int) -> None:
+def test_a_cached_prompt_that_no_other_request_used_is_explained_as_if_it_were_not_cached(block_size: int) -> None:
     rng = random.Random(block_size)
     for _ in range(100):
         texts = list({"".join(rng.choices("abc", k=rng.randrange(8, 24))) for _ in range(6)})
         prompt, others = texts[0], texts[1:]
         if any(other.startswith(prompt) or prompt.startswith(other) for other in others):
             continue
-        before = Published(*others, block_size=block_size).divergence(prompt)
-        after = Published(*others, prompt, block_size=block_size).divergence(prompt)
-        assert after.left_at == before.left_at
-        assert set(texts_of(after)) == set(texts_of(before))
+        uncached = Published(*others, block_size=block_size).divergence(prompt)
+        cached = Published(*others, prompt, block_size=block_size).divergence(prompt)
+        assert cached.left_at == uncached.left_at
+        assert set(texts_of(cached)) == set(texts_of(uncached))
 
 
-def test_own_tokens_begin_at_the_last_fork_even_if_no_request_has_found_what_is_before_it() -> None:
+def test_own_tokens_begin_at_the_last_fork_even_if_no_use_of_the_tokens_before_it_was_counted() -> None:
     published = Published("abcdefgh1111", "abcdefgh2222")
     for node in published.cache.nodes():
-        node.num_uses = 0  # as far above the end of a path of many nodes, where uses are not counted
-    found = published.divergence("abcdefgh2222")
-    assert (found.left_at, texts_of(found)) == (8, ["1111"])
+        node.num_uses = 0  # as at the beginning of a path of very many nodes, where uses are not counted
+    divergence = published.divergence("abcdefgh2222")
+    assert (divergence.left_at, texts_of(divergence)) == (8, ["1111"])
 
 
 def test_an_empty_cache_has_no_branches() -> None:
@@ -106,7 +106,7 @@ def test_a_prompt_that_continues_the_only_branch_diverges_from_none() -> None:
     assert Published("abcdef").divergence("abcdefghij") == Divergence(6)
 
 
-def test_a_prompt_that_was_found_again_is_not_explained() -> None:
+def test_a_cached_prompt_that_a_second_request_used_diverges_from_no_branch() -> None:
     published = Published("abcdXXXX", "abcdefgh", "abcdefgh")
     assert published.divergence("abcdefgh") == Divergence(8)
 
@@ -170,43 +170,48 @@ def test_a_public_prefix_is_not_a_branch() -> None:
     published.cache.public.activate(prefix)
     published.publish("PUBLICPUBLIC and mine")
     assert texts_of(published.divergence("PUBLICPUBLIC and yours")) == ["mine"]
-    left = published.divergence("PUBLICPX")
-    assert (left.left_at, texts_of(left)) == (7, [])
+    divergence = published.divergence("PUBLICPX")
+    assert (divergence.left_at, texts_of(divergence)) == (7, [])
 
 
 class TestBounds:
     """The work between two engine steps is counted, not timed."""
 
-    def test_ten_thousand_siblings(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_few_of_ten_thousand_siblings_are_compared(self, monkeypatch: pytest.MonkeyPatch) -> None:
         published = Published(*(f"abcd{number:05d}" for number in range(10_000)), num_blocks=40_000)
-        compared = []
+        compared_blocks: list[bytes] = []
         shared_bytes = branches.shared_bytes
-        monkeypatch.setattr(branches, "shared_bytes", lambda *run: compared.append(run) or shared_bytes(*run))
-        found = published.divergence("abcdX")
-        assert len(found.branches) == MAX_BRANCHES
-        assert 256 <= found.num_examined_nodes <= MAX_EXAMINED_NODES
-        assert len(compared) <= 258
-        assert all(len(first_block) <= 4 * TOKEN_BYTES for _, first_block, _ in compared)
+
+        def record_shared_bytes(segment: bytes, first_block: bytes, position: int) -> int:
+            compared_blocks.append(first_block)
+            return shared_bytes(segment, first_block, position)
+
+        monkeypatch.setattr(branches, "shared_bytes", record_shared_bytes)
+        divergence = published.divergence("abcdX")
+        assert len(divergence.branches) == MAX_BRANCHES
+        assert 256 <= divergence.num_examined_nodes <= MAX_EXAMINED_NODES
+        assert len(compared_blocks) <= 256 + 2, "the latest siblings, and two neighbors of the prompt"
+        assert all(len(first_block) <= 4 * TOKEN_BYTES for first_block in compared_blocks)
 
     @pytest.mark.parametrize("number", [0, 4999, 9999])
     def test_the_nearest_of_ten_thousand_siblings_is_found_however_old_it_is(self, number: int) -> None:
-        """Keys of five tokens in blocks of eight, so that siblings share a part of their first block."""
+        """Prompts differ in their first five tokens, and blocks have eight, so siblings share a part of a block."""
         texts = [f"{index:05d}tail" for index in range(10_000)]
         published = Published(*texts, block_size=8, num_blocks=40_000)
-        found = published.divergence(f"{number:05d}X")
-        assert (found.left_at, texts_of(found)) == (5, ["tail"])
-        own = published.divergence(texts[number])  # it differs from its neighbor in the last digit
-        assert own.left_at == 4
+        divergence = published.divergence(f"{number:05d}X")
+        assert (divergence.left_at, texts_of(divergence)) == (5, ["tail"])
+        own_divergence = published.divergence(texts[number])
+        assert own_divergence.left_at == 4, "the prompt differs from its neighbor in the last digit"
 
-    def test_a_deep_and_wide_tree(self) -> None:
+    def test_a_deep_and_wide_tree_is_not_examined_completely(self) -> None:
         published = Published(block_size=1, num_blocks=60_000)
         stem = "s"
         for _ in range(300):
             for letter in "0123456789abcdefghijklmnopqrs":
                 published.publish(stem + letter)
             stem += "t"
-        found = published.divergence("X")
-        assert 0 < found.num_examined_nodes <= MAX_EXAMINED_NODES
+        divergence = published.divergence("X")
+        assert 0 < divergence.num_examined_nodes <= MAX_EXAMINED_NODES
 
     def test_a_very_long_branch_is_not_copied(self) -> None:
         published = Published(num_blocks=300_000, block_size=4)
@@ -217,26 +222,23 @@ class TestBounds:
 
 
 def branches_of(published: Published, *places: int, tenant: str = "", **options: object) -> list[str]:
-    found = published.cache.branches_at(places, tenant, **options)
-    return [text_of(each.branch) for each in found]
+    return [text_of(each.branch) for each in published.cache.branches_at(places, tenant, **options)]
 
 
 def place_of(published: Published, text: str, namespace: Namespace = MODEL) -> int:
     """Return the place of the node in which a published text ends."""
-    (place,) = (
-        node.place
-        for node in published.cache.nodes()
-        if node.owner.namespace == namespace
-        and node.start_bytes + len(node.tokens) == len(text) * TOKEN_BYTES
-        and "".join(
-            text_of(each.branch, len(text)) for each in published.cache.branches_at([node.place], namespace.tenant)
-        )
-        == text
-    )
+    places = []
+    for node in published.cache.nodes():
+        end_bytes = node.start_bytes + len(node.tokens)
+        if node.owner.namespace == namespace and end_bytes == len(text) * TOKEN_BYTES:
+            (found,) = published.cache.branches_at([node.place], namespace.tenant)
+            if text_of(found.branch, len(text)) == text:
+                places.append(node.place)
+    (place,) = places
     return place
 
 
-def test_a_branch_through_a_place_begins_at_the_root_and_ends_in_the_latest_leaf() -> None:
+def test_a_branch_through_a_node_begins_at_the_root_and_ends_in_the_latest_leaf() -> None:
     published = Published("abcdefgh", "abcdefghijkl", "abcdefghmnop", "wxyz")
     shared = place_of(published, "abcdefgh")
     assert branches_of(published, shared) == ["abcdefghmnop"]
@@ -244,7 +246,7 @@ def test_a_branch_through_a_place_begins_at_the_root_and_ends_in_the_latest_leaf
     assert branches_of(published, place_of(published, "wxyz")) == ["wxyz"]
 
 
-def test_a_node_on_a_branch_that_is_returned_adds_none() -> None:
+def test_a_node_on_a_branch_that_is_already_returned_adds_no_branch() -> None:
     published = Published("abcdefgh", "abcdefghijkl", "abcdefghmnop")
     shared, end = place_of(published, "abcdefgh"), place_of(published, "abcdefghijkl")
     assert branches_of(published, end, shared, end) == ["abcdefghijkl"]

@@ -14,7 +14,7 @@ from tests.fakes import MODEL, FakeClock, cached, make_tree, publish, spell
 
 
 class Diary(Listener):
-    """Notes each change, with the number of blocks that a node has at that moment."""
+    """Records each call as its name and its numbers: tokens for `used`, otherwise blocks of nodes at that moment."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[Any, ...]] = []
@@ -42,7 +42,8 @@ class Diary(Listener):
     def purged(self, node: Node) -> None:
         self.entries.append(("purged", node.num_blocks))
 
-    def since_last_time(self) -> list[tuple[Any, ...]]:
+    def take_entries(self) -> list[tuple[Any, ...]]:
+        """Return the entries since the last call of this method, and remove them."""
         entries, self.entries = self.entries, []
         return entries
 
@@ -70,19 +71,19 @@ def test_a_listener_is_notified_of_every_change() -> None:
     diary = Diary()
     cache = PrefixCache(16, 4, clock=FakeClock(), listeners=[diary])
     publish(cache, "aaaabbbbcc")
-    assert diary.since_last_time() == [("inserted", 3)]
+    assert diary.take_entries() == [("inserted", 3)]
     publish(cache, "aaaabbbbccccdddd")
-    assert diary.since_last_time() == [("used", 10), ("grown", 1)]
+    assert diary.take_entries() == [("used", 10), ("grown", 1)]
     publish(cache, "aaaabbbbcccc")
-    assert diary.since_last_time() == [("used", 12)]
+    assert diary.take_entries() == [("used", 12)]
     publish(cache, "aaaaXXXX")
-    assert diary.since_last_time() == [("used", 4), ("split", 1, 3), ("inserted", 1)]
+    assert diary.take_entries() == [("used", 4), ("split", 1, 3), ("inserted", 1)]
     cache.retain(MODEL, spell("aaaabbbb"), Retention(priority=90))
-    assert diary.since_last_time() == [("cut", 1, 2)]
+    assert diary.take_entries() == [("cut", 1, 2)]
     cache.evict(3)
-    assert diary.since_last_time() == [("evicted", 2, 2, MissReason.EVICTED), ("evicted", 1, 1, MissReason.EVICTED)]
+    assert diary.take_entries() == [("evicted", 2, 2, MissReason.EVICTED), ("evicted", 1, 1, MissReason.EVICTED)]
     cache.purge()
-    assert diary.since_last_time() == [("purged", 1), ("purged", 1)]
+    assert diary.take_entries() == [("purged", 1), ("purged", 1)]
 
 
 def test_notifications_add_up_to_the_published_blocks() -> None:
@@ -118,13 +119,13 @@ def test_listeners_are_notified_in_their_order_and_only_of_what_they_override() 
     assert changes._cut == ()
 
 
-def test_a_notification_of_a_published_block_comes_when_it_is_matchable() -> None:
-    matched: list[int] = []
+def test_a_block_can_be_matched_when_listeners_are_notified_of_its_insertion() -> None:
+    cached_tokens: list[int] = []
 
-    class Asks(Listener):
+    class MatchesWhenNotified(Listener):
         def inserted(self, leaf: Node, now_s: float) -> None:
-            matched.append(cached(cache, "aaaabbbb"))
+            cached_tokens.append(cached(cache, "aaaabbbb"))
 
-    cache = PrefixCache(16, 4, clock=FakeClock(), listeners=[Asks()])
+    cache = PrefixCache(16, 4, clock=FakeClock(), listeners=[MatchesWhenNotified()])
     publish(cache, "aaaabbbb")
-    assert matched == [8]
+    assert cached_tokens == [8]

@@ -21,7 +21,7 @@ from tests.fakes import publish, spell
 
 
 @pytest.fixture
-def colliding() -> Iterator[None]:
+def colliding_hashes() -> Iterator[None]:
     logging.disable(logging.CRITICAL)  # steps fail on purpose
     with every_hash_collides():
         yield
@@ -41,11 +41,11 @@ def test_no_namespace_finds_the_tokens_of_thousands_of_others() -> None:
     cache = PrefixCache(2 * len(NAMESPACES), 4)
     for namespace in NAMESPACES[::7]:
         publish(cache, "abcdef", namespace)
-    found = [cache.match(namespace, spell("abcdefgh")).cached_tokens for namespace in NAMESPACES]
-    assert found == [0 if number % 7 else 6 for number in range(len(NAMESPACES))]
+    cached_tokens = [cache.match(namespace, spell("abcdefgh")).cached_tokens for namespace in NAMESPACES]
+    assert cached_tokens == [0 if number % 7 else 6 for number in range(len(NAMESPACES))]
 
 
-def walked(num_operations: int, seeds: range) -> Counter[str]:
+def walk_seeds(num_operations: int, seeds: range) -> Counter[str]:
     events: Counter[str] = Counter()
     for seed in seeds:
         walk = CollisionWalk(seed)
@@ -55,25 +55,26 @@ def walked(num_operations: int, seeds: range) -> Counter[str]:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("colliding")
+@pytest.mark.usefixtures("colliding_hashes")
 def test_nothing_is_reused_across_namespaces_while_every_hash_collides() -> None:
-    events = walked(7_000, range(2))
+    events = walk_seeds(7_000, range(2))
     assert {each: events[each] for each in WRONG if events[each]} == {}
     assert {each for each in WANTED if not events[each]} == set()
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("colliding")
+@pytest.mark.usefixtures("colliding_hashes")
 def test_nothing_is_reused_across_namespaces_in_a_million_operations() -> None:
-    events = walked(50_000, range(20))
+    events = walk_seeds(50_000, range(20))
     assert {each: events[each] for each in WRONG if events[each]} == {}
 
 
-@pytest.mark.usefixtures("colliding")
+@pytest.mark.usefixtures("colliding_hashes")
 def test_an_engine_answers_each_request_as_if_it_were_alone_while_every_hash_collides() -> None:
     events: Counter[str] = Counter()
     for seed in range(1, 20):
-        if not make_world(seed).computes_once:  # if all hashes are equal, only one leader is found
+        # Worlds with `computes_once` are left out: while all hashes are equal, requests find only one leader.
+        if not make_world(seed).computes_once:
             events += walk_seed(seed)
     assert events["adapters changed"] > 0
     assert events["follows"] > 0
@@ -92,13 +93,14 @@ def test_a_walk_detects_a_cache_that_confuses_namespaces(monkeypatch: pytest.Mon
     pytest.fail("expected a reuse across namespaces, got none")
 
 
-def _first_wrong(num_operations: int = 3_000) -> str:
-    """Walk until something is wrong. Returns what."""
+def _find_first_wrong_event(num_operations: int = 3_000) -> str:
+    """Walk until an event of `WRONG` happens. Returns the event; empty if none happens."""
     walk = CollisionWalk(0)
     for _ in range(num_operations // 100):
         walk.perform(100)
-        if wrong := [each for each in WRONG if walk.events[each]]:
-            return wrong[0]
+        for event in WRONG:
+            if walk.events[event]:
+                return event
     return ""
 
 
@@ -110,14 +112,14 @@ def test_a_walk_detects_a_tree_below_a_public_prefix_that_tenants_share(monkeypa
             yield root._replace(namespace=root.namespace._replace(tenant="", salt=""))
 
     monkeypatch.setattr(PublicPrefixes, "roots", shared_roots)
-    assert _first_wrong() == "cross-namespace reuses"
+    assert _find_first_wrong_event() == "cross-namespace reuses"
 
 
 def test_a_walk_detects_a_public_prefix_that_serves_other_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PublicPrefixes, "_key", lambda _, namespace, tokens: (namespace.model, "", tokens[:16]))
-    assert _first_wrong() == "cross-namespace reuses"
+    assert _find_first_wrong_event() == "cross-namespace reuses"
 
 
 def test_a_walk_detects_an_adapter_whose_tokens_have_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InvocationMarks, "invocation", lambda _, digest, start: Invocation(digest, start, 1 << 20))
-    assert _first_wrong() == "cross-namespace reuses"
+    assert _find_first_wrong_event() == "cross-namespace reuses"

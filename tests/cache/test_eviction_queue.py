@@ -18,7 +18,7 @@ from tests.fakes import make_tree
 
 
 class TwoKinds(EvictionPolicy):
-    """Leaves of an even time are worth their age, the others a constant."""
+    """Leaves that were last used at an even second are worth their age in seconds. The others are worth 5."""
 
     has_kinds = True
 
@@ -30,7 +30,7 @@ class TwoKinds(EvictionPolicy):
 
 
 def make_queues(policy: EvictionPolicy | None = None) -> TenantEvictionQueues:
-    """Make queues of tenants that each have their own."""
+    """Make queues of tenants each of which has a queue of its own."""
     tenants = Tenants({}, Quota(ceiling_blocks=1000))
     return TenantEvictionQueues(policy or LeastRecentlyUsed(), tenants, itertools.count())
 
@@ -42,33 +42,34 @@ def leaf_of(tenant: str, last_used_s: float) -> Node:
     return node
 
 
-def first_of(queues: TenantEvictionQueues) -> Node | None:
+def first_leaf(queues: TenantEvictionQueues) -> Node | None:
     entry = queues.first((), 0.0)
     return None if entry is None else entry[-1]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_first_of_all_is_the_first_of_any(seed: int) -> None:
-    dice, queues, there = random.Random(seed), make_queues(), set[Node]()
-    for now in range(3000):
-        if there and dice.random() < 0.5:
-            node = dice.choice(sorted(there, key=lambda each: each.last_used_s))
-            there.remove(node)
+def test_the_first_leaf_of_all_tenants_is_the_least_recently_used_one(seed: int) -> None:
+    dice, queues, queued = random.Random(seed), make_queues(), set[Node]()
+    for now_s in range(3000):
+        if queued and dice.random() < 0.5:
+            node = dice.choice(sorted(queued, key=lambda each: each.last_used_s))
+            queued.remove(node)
             queues.remove(node)
-            if dice.random() < 0.5:  # used again
-                node.last_used_s = now + dice.random()
+            if dice.random() < 0.5:  # the leaf is used, and then waits again
+                node.last_used_s = now_s + dice.random()
                 queues.add(node)
-                there.add(node)
+                queued.add(node)
         else:
-            node = leaf_of(str(dice.randrange(20)), dice.random() * now)
+            node = leaf_of(str(dice.randrange(20)), dice.random() * now_s)
             queues.add(node)
-            there.add(node)
-        assert len(queues) == len(there)
-        assert first_of(queues) is min(there, key=lambda each: each.last_used_s, default=None)
+            queued.add(node)
+        assert len(queues) == len(queued)
+        assert first_leaf(queues) is min(queued, key=lambda each: each.last_used_s, default=None)
 
 
-def test_the_leaf_of_the_least_worth_is_first_among_the_ends_of_each_kind() -> None:
-    queues, nodes = make_queues(TwoKinds()), {now: leaf_of("a", now) for now in (1.0, 2.0, 3.0, 4.0, 6.0)}
+def test_the_leaf_of_the_least_worth_is_first_among_the_oldest_and_newest_leaves_of_each_kind() -> None:
+    queues = make_queues(TwoKinds())
+    nodes = {last_used_s: leaf_of("a", last_used_s) for last_used_s in (1.0, 2.0, 3.0, 4.0, 6.0)}
     for node in nodes.values():
         queues.add(node)
 
@@ -77,21 +78,25 @@ def test_the_leaf_of_the_least_worth_is_first_among_the_ends_of_each_kind() -> N
         assert entry is not None
         return entry[-1]
 
-    assert first_at(7.0) is nodes[6.0]  # worth 1, with the factor of the newest of a kind
-    assert first_at(9.5) is nodes[6.0]  # worth 3.5, which is 4.55 with the factor
-    assert first_at(10.0) is nodes[1.0]  # worth 5, as all of this kind, of which it is the oldest
+    assert (
+        first_at(7.0) is nodes[6.0]
+    )  # worth 1, which counts as 1.3: the newest leaf of a kind must be worth clearly less
+    assert first_at(9.5) is nodes[6.0]  # worth 3.5, which counts as 4.55, less than the 5 of the other kind
+    assert (
+        first_at(10.0) is nodes[1.0]
+    )  # worth 5, the oldest leaf of its kind; the newest even one is worth 4, which counts as 5.2
     nodes[3.0].priority = 10
     queues.remove(nodes[3.0])
     queues.add(nodes[3.0])
     assert first_at(7.0) is nodes[3.0]
 
 
-def test_a_tenants_own_queue_forgets_what_is_removed() -> None:
+def test_a_tenants_own_queue_forgets_leaves_that_are_removed() -> None:
     queues, node = make_queues(), leaf_of("a", 0.0)
     queues.add(node)
-    for now in range(100):
+    for now_s in range(100):
         queues.remove(node)
-        node.last_used_s = now
+        node.last_used_s = now_s
         queues.add(node)
     assert len(queues) == 1
     queues.remove(node)

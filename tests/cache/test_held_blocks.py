@@ -68,7 +68,9 @@ def test_only_blocks_that_are_not_held_yet_count() -> None:
     hold(cache, "aaaabbbbcccc")
     same, longer = lease_text(cache, "aaaabbbbcccc"), lease_text(cache, "aaaabbbbccccdddde")
     branch, foreign = lease_text(cache, "aaaabbbbX"), lease_text(cache, "aaaabbbbcccc", OTHER)
-    assert cache.held.num_more([HeldPath.of(same)]) == 1  # its last block is a copy: the last token is computed again
+    assert (
+        cache.held.num_more([HeldPath.of(same)]) == 1
+    )  # the copy of the last block, whose last token is computed again
     assert cache.held.num_more([HeldPath.of(longer)]) == 2
     assert cache.held.num_more([HeldPath.of(branch)]) == 1
     assert cache.held.num_more([HeldPath.of(foreign)]) == 3
@@ -84,7 +86,7 @@ def test_a_tenant_may_hold_half_of_what_all_tenants_may() -> None:
     assert caught.value.cause is Cause.HOLD_LEASE
 
 
-def test_a_quota_sets_another_bound_within_that_of_all_tenants() -> None:
+def test_a_quota_replaces_the_bound_of_a_tenant_but_not_that_of_all_tenants() -> None:
     cache = make_cache(max_held_blocks=4, quotas={"": Quota(max_held_blocks=4)})
     hold(cache, "aaaabbbbcccc")
     cache.held.require_room("", 1)
@@ -94,7 +96,9 @@ def test_a_quota_sets_another_bound_within_that_of_all_tenants() -> None:
         cache.held.require_room(None, 1)
 
 
-@pytest.mark.parametrize(("text", "num_held_blocks"), [("aaaabb", 3), ("aaaabbbb", 2)])  # 3: a copy of the last block
+@pytest.mark.parametrize(
+    ("text", "num_held_blocks"), [("aaaabb", 3), ("aaaabbbb", 2)], ids=["the last block is copied", "whole blocks"]
+)
 def test_blocks_that_are_added_to_a_held_path_are_not_held(text: str, num_held_blocks: int) -> None:
     cache = make_cache()
     lease, same = hold(cache, text), hold(cache, text)
@@ -156,7 +160,7 @@ def test_blocks_that_several_leases_would_share_are_counted_once() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbbcccc")
     paths = [HeldPath.of(lease_text(cache, text)) for text in ("aaaabbbbX", "aaaabbbbccccX", "aaaabbbbY", "aaaaX")]
-    assert cache.held.num_more(paths) == 3 + 4
+    assert cache.held.num_more(paths) == 3 + 4, "three shared blocks, and one private block per lease"
 
 
 def test_purged_blocks_count_as_held_until_they_are_free() -> None:

@@ -17,6 +17,7 @@ def cache() -> PrefixCache:
 
 
 def counts(cache: PrefixCache) -> tuple[int, int, int, int]:
+    """Return the numbers of free, leased, published and pinned blocks."""
     return cache.pool.num_free, cache.pool.num_leased, cache.pool.num_published, cache.num_pinned_blocks
 
 
@@ -30,9 +31,9 @@ def test_closing_releases_uncommitted_blocks(cache: PrefixCache) -> None:
 
 
 class TestHeadroom:
-    """Numbers of blocks that are free or evictable after a lease."""
+    """A lease is opened only if enough blocks, the headroom, are free or evictable after it."""
 
-    def test_as_many_blocks_as_there_are(self) -> None:
+    def test_headroom_may_be_all_blocks_that_the_lease_does_not_take(self) -> None:
         cache = PrefixCache(8, 4)
         publish(cache, "aaaabbbbcccc")
         lease = cache.lease(MODEL, spell("11112222"), num_headroom_blocks=6)
@@ -41,7 +42,7 @@ class TestHeadroom:
         with pytest.raises(OutOfBlocks, match="got too few"):
             cache.lease(MODEL, spell("11112222"), num_headroom_blocks=7)
 
-    def test_blocks_of_a_long_path_that_are_not_reused(self) -> None:
+    def test_blocks_of_a_long_path_that_the_lease_does_not_reuse_count_as_headroom(self) -> None:
         cache = PrefixCache(8, 4)
         publish(cache, "aaaabbbbccccddddeeeeffff")
         lease = cache.lease(MODEL, spell("aaaabbbb1111"), num_headroom_blocks=5)
@@ -53,7 +54,7 @@ class TestHeadroom:
             cache.lease(MODEL, spell("aaaabbbb1111"), num_headroom_blocks=6)
         assert counts(cache) == before
 
-    def test_a_block_that_is_reused_in_part(self) -> None:
+    def test_a_block_that_could_be_reused_in_part_is_evictable_if_headroom_needs_it(self) -> None:
         cache = PrefixCache(8, 4)
         publish(cache, "aaaabbbbccccddddeeeeffff")
         assert cache.lease(MODEL, spell("aaaabb11"), num_headroom_blocks=5).cached_tokens == 6
@@ -68,7 +69,7 @@ class TestHeadroom:
         with pytest.raises(QuotaExceeded):
             cache.lease(MODEL, spell("aaaabbbbccccdddd"), num_headroom_blocks=4)
 
-    def test_in_addition_to_blocks_that_floors_protect(self) -> None:
+    def test_blocks_that_floors_protect_are_no_headroom(self) -> None:
         other = Namespace("model", tenant="other")
         cache = PrefixCache(8, 4, quotas={"other": Quota(floor_blocks=4)})
         publish(cache, "aaaabbbbccccdddd", other)
@@ -134,7 +135,7 @@ def test_nested_leases_close_in_any_order(cache: PrefixCache) -> None:
     assert counts(cache) == (30, 0, 2, 0)
 
 
-def test_what_is_committed_stays_while_the_lease_is_open(cache: PrefixCache) -> None:
+def test_committed_blocks_are_not_evicted_while_the_lease_is_open(cache: PrefixCache) -> None:
     lease = lease_text(cache, "abcdefgh")
     lease.commit(4)
     assert cache.evict(32) == 0
@@ -291,7 +292,7 @@ class TestExtend:
         assert counts(cache) == (30, 1, 1, 1)
         assert (lease.num_tokens, lease.block_ids.size, lease.copy) == (5, 2, None)
 
-    def test_room_in_the_last_block_is_used_while_it_is_its_own(self, cache: PrefixCache) -> None:
+    def test_free_slots_of_the_last_block_are_used_while_it_is_not_published(self, cache: PrefixCache) -> None:
         lease = lease_text(cache, "ab")
         before = lease.block_ids.tolist()
         lease.extend(spell("cd"))
@@ -362,6 +363,7 @@ class TestExtend:
 
 
 def private_lease(cache: PrefixCache, text: str, num_tokens: int) -> Lease:
+    """Open a lease, and reserve private blocks for `num_tokens` tokens."""
     lease = lease_text(cache, text)
     try:
         lease.reserve_private(num_tokens)
@@ -423,11 +425,11 @@ def test_private_blocks_count_for_the_ceiling() -> None:
         cache.check()
     publish(cache, "abcd")
     usage = cache.tenants[MODEL.tenant]
-    counts = usage.num_hit_tokens, usage.num_miss_tokens
+    before = usage.num_hit_tokens, usage.num_miss_tokens
     with pytest.raises(QuotaExceeded):
         private_lease(cache, "abcdefgh", 5)
     cache.check()
-    assert (usage.num_hit_tokens, usage.num_miss_tokens) == counts
+    assert (usage.num_hit_tokens, usage.num_miss_tokens) == before
     assert cache.pool.num_leased == 0
 
 

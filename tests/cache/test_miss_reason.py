@@ -111,12 +111,13 @@ def test_reasons_are_their_names() -> None:
     assert all(reason.value == reason.name for reason in MissReason)
 
 
+# The namespaces of an adapter before and after it was loaded again with other weights.
 OLD, NEW = Namespace("model", adapter="digest 1"), Namespace("model", adapter="digest 2")
 
 
-def explain_changed(cache: PrefixCache, text: str, now: Namespace = NEW, former: Namespace = OLD) -> MissReason:
+def explain_changed(cache: PrefixCache, text: str) -> MissReason:
     tokens = spell(text)
-    return cache.explain(now, tokens, cache.match(now, tokens).cached_tokens, [PromptKey(former, tokens)])
+    return cache.explain(NEW, tokens, cache.match(NEW, tokens).cached_tokens, [PromptKey(OLD, tokens)])
 
 
 def drain(cache: PrefixCache, namespace: Namespace) -> None:

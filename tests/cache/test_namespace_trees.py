@@ -1,4 +1,4 @@
-"""Trees are found by tenant."""
+"""The trees of all namespaces, which are listed by tenant."""
 
 from radixkv.cache.namespace_trees import NamespaceTrees
 from radixkv.cache.radix_tree import NO_ROOT_PREFIX

@@ -1,4 +1,4 @@
-"""Keys are words here, with a token per character; the values are arbitrary, distinguishable nodes."""
+"""The children of a node, by their first block. A block is a word with a token per character, a child any object."""
 
 import random
 from bisect import bisect_left
@@ -34,10 +34,11 @@ def test_the_nearest_node_shares_the_most_tokens(
 
 
 @pytest.mark.parametrize("words", [FEW, MANY])
-def test_a_block_that_nothing_begins_like_shares_nothing(words: tuple[str, ...]) -> None:
+def test_a_block_with_another_first_token_than_all_nodes_shares_nothing(words: tuple[str, ...]) -> None:
     table, _ = table_of(*words)
-    assert table.nearest(spell("zzzz"))[1] == 0
-    assert table.nearest(spell("    "))[1] == 0
+    for block in ("    ", "zzzz"):  # before and after all words
+        _, num_shared_bytes = table.nearest(spell(block))
+        assert num_shared_bytes == 0
 
 
 def test_a_node_takes_the_place_of_another() -> None:
@@ -58,20 +59,24 @@ def test_a_table_that_fills_and_empties_finds_what_a_scan_finds() -> None:
         elif len(nodes) < 12:
             nodes[word] = table[spell(word)] = object()
         elif nodes:
-            gone = dice.choice(sorted(nodes))
-            del nodes[gone], table[spell(gone)]
+            removed_word = dice.choice(sorted(nodes))
+            del nodes[removed_word], table[spell(removed_word)]
         assert table.is_in_order()
         assert len(table) == len(nodes)
         if nodes:
             block = "".join(dice.choices("abc", k=6))
             node, num_bytes = table.nearest(spell(block))
-            best = max(num_shared(word, block) for word in nodes)
-            assert num_bytes == best * 4
-            assert any(nodes[word] is node and num_shared(word, block) == best for word in nodes)
+            max_shared_tokens = max(num_shared_tokens(word, block) for word in nodes)
+            assert num_bytes == max_shared_tokens * 4
+            (nearest_word,) = (word for word in nodes if nodes[word] is node)
+            assert num_shared_tokens(nearest_word, block) == max_shared_tokens
 
 
-def num_shared(word: str, other: str) -> int:
-    return next((n for n, (a, b) in enumerate(zip(word, other, strict=True)) if a != b), len(word))
+def num_shared_tokens(word: str, other: str) -> int:
+    num_tokens = 0
+    while num_tokens < min(len(word), len(other)) and word[num_tokens] == other[num_tokens]:
+        num_tokens += 1
+    return num_tokens
 
 
 def test_a_key_added_without_its_sorted_entry_is_detected() -> None:
@@ -80,13 +85,13 @@ def test_a_key_added_without_its_sorted_entry_is_detected() -> None:
     assert not table.is_in_order()
 
 
-def test_neighbors_are_found_across_the_lists_that_sorted_keys_are_kept_in() -> None:
+def test_neighbors_are_found_in_all_lists_over_which_sorted_keys_are_distributed() -> None:
     dice = random.Random(2)
     words = sorted({"".join(dice.choices("abcdef", k=3)) for _ in range(60)})
     keys = _SortedKeys(words)
     keys._reset(4)
     assert len(keys._lists) > 5
     for word in [*words, "", "b", "ccc0", "zzz"]:
-        after = bisect_left(words, word)
-        expected = words[max(after - 1, 0)] if after < len(words) else words[-1], words[min(after, len(words) - 1)]
-        assert keys.neighbors(word) == expected
+        index = bisect_left(words, word)  # the first word that is not below `word`
+        below, not_below = words[max(index - 1, 0)], words[min(index, len(words) - 1)]
+        assert keys.neighbors(word) == (below, not_below)

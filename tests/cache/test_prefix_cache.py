@@ -17,6 +17,7 @@ def make_cache(num_blocks: int = 32, block_size: int = 4) -> PrefixCache:
 
 
 def state(cache: PrefixCache) -> tuple[object, ...]:
+    """Return all that calls without an effect must not change. The nodes of the trees come last."""
     pool = cache.pool
     states = list(pool.states())
     segments = [
@@ -267,7 +268,9 @@ def test_the_copied_block_outlives_its_replacement() -> None:
     cache = make_cache()
     block_ids = publish(cache, "abcdef")
     lease = lease_text(cache, "abcdefXX")
-    publish(cache, "abcdefghij")  # the leaf grows: its tail block is the other lease's copy now
+    publish(
+        cache, "abcdefghij"
+    )  # the leaf grows: its second block is now the block of the lease that published the longer text
     cache.check()
     assert lease.copy is not None
     assert lease.copy.source == block_ids[1]
@@ -362,7 +365,7 @@ def test_an_abandoned_lease_leaves_nothing_reachable() -> None:
     before = state(cache)
     lease_text(cache, "abcdefghij").close()
     cache.check()
-    assert state(cache)[:-1] == before[:-1]
+    assert state(cache)[:-1] == before[:-1], "apart from the nodes, whose time of use has changed"
     assert cached(cache, "abcdefghij") == 6
     assert cache.match(MODEL, spell("abcdefghij")).block_ids.tolist() == block_ids
 
@@ -519,7 +522,7 @@ def test_check_notices_a_drifted_number_of_pinned_blocks() -> None:
         cache.check()
 
 
-def test_check_notices_a_leaf_missing_from_the_eviction_index() -> None:
+def test_check_notices_a_leaf_missing_from_the_eviction_queue() -> None:
     cache = make_cache()
     publish(cache, "abcd")
     cache._queue.discard(next(cache._trees[MODEL].nodes()))

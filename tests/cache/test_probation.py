@@ -1,4 +1,4 @@
-"""Lookups that end a probation, and lookups that do not. Blocks have four tokens."""
+"""Lookups that end the probation of blocks, and lookups that do not. Blocks have four tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ def make_cache(num_blocks: int = 8) -> PrefixCache:
     return PrefixCache(num_blocks, 4, probation_share=0.5)
 
 
-def on_probation(cache: PrefixCache) -> int:
+def checked_probation_blocks(cache: PrefixCache) -> int:
+    """Count the blocks on probation, after a check of the cache."""
     cache.check()
     return cache.num_probation_blocks
 
 
-def leaf(cache: PrefixCache) -> Node:
+def only_leaf(cache: PrefixCache) -> Node:
     (node,) = (node for node in cache.nodes() if node.is_leaf)
     return node
 
@@ -26,23 +27,23 @@ def leaf(cache: PrefixCache) -> Node:
 def test_blocks_that_a_second_request_finds_leave_probation() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbb")
-    assert on_probation(cache) == 2
+    assert checked_probation_blocks(cache) == 2
     publish(cache, "aaaabbbb")
-    assert on_probation(cache) == 0
+    assert checked_probation_blocks(cache) == 0
 
 
 def test_a_prompt_that_shares_less_than_a_block_ends_no_probation() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbb")
     publish(cache, "aaacbbbb")
-    assert on_probation(cache) == 4
+    assert checked_probation_blocks(cache) == 4
 
 
 def test_a_leaf_of_which_a_part_is_found_leaves_probation() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbbcccc")
     cache.lease(MODEL, spell("aaaabbbbdddd")).close()  # it publishes nothing, so nothing is split
-    assert (on_probation(cache), leaf(cache).num_reused_blocks) == (0, 2)
+    assert (checked_probation_blocks(cache), only_leaf(cache).num_reused_blocks) == (0, 2)
 
 
 def test_later_chunks_of_a_prompt_do_not_end_its_probation() -> None:
@@ -50,14 +51,14 @@ def test_later_chunks_of_a_prompt_do_not_end_its_probation() -> None:
     with cache.lease(MODEL, spell("aaaabbbbcccc")) as lease:
         for end in (4, 8, 12):
             lease.commit(end)
-    assert on_probation(cache) == 3
+    assert checked_probation_blocks(cache) == 3
 
 
-def test_a_request_that_continues_does_not_end_its_own_probation() -> None:
+def test_a_resumed_request_does_not_end_its_own_probation() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbb")
     cache.lease(MODEL, spell("aaaabbbb"), is_resumed=True).close()
-    assert on_probation(cache) == 2
+    assert checked_probation_blocks(cache) == 2
 
 
 def test_a_resumed_request_does_not_count_as_the_return_of_an_evicted_prompt() -> None:
@@ -66,7 +67,7 @@ def test_a_resumed_request_does_not_count_as_the_return_of_an_evicted_prompt() -
     cache.evict(2)
     with cache.lease(MODEL, spell("aaaabbbb"), is_resumed=True) as lease:
         lease.commit(8)
-    assert on_probation(cache) == 2
+    assert checked_probation_blocks(cache) == 2
 
 
 def test_a_preempted_request_stays_on_probation() -> None:
@@ -78,31 +79,31 @@ def test_a_preempted_request_stays_on_probation() -> None:
     assert {node.num_reused_blocks for node in bench.cache.nodes()} == {0}
 
 
-def test_a_split_leaves_only_what_was_shared_off_probation() -> None:
+def test_after_a_split_only_shared_blocks_are_off_probation() -> None:
     cache = make_cache()
     publish(cache, "aaaa")
     publish(cache, "aaaabbbb")
-    assert on_probation(cache) == 0  # the leaf was found, and has grown
+    assert checked_probation_blocks(cache) == 0  # the leaf was found before it grew
     publish(cache, "aaaacccc")
-    assert on_probation(cache) == 2
+    assert checked_probation_blocks(cache) == 2
 
 
-def test_a_split_by_what_does_not_read_the_cache_is_a_reuse_of_what_it_shares() -> None:
+def test_a_request_that_does_not_read_the_cache_ends_the_probation_of_the_blocks_that_it_shares() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbb")
     with cache.lease(MODEL, spell("aaaacccc"), read=False) as lease:
         lease.commit(8)
-    assert on_probation(cache) == 2
+    assert checked_probation_blocks(cache) == 2
     cache.evict(2)
-    assert (on_probation(cache), cached(cache, "aaaa")) == (0, 4)
+    assert (checked_probation_blocks(cache), cached(cache, "aaaa")) == (0, 4)
 
 
-def test_a_cut_divides_what_was_found() -> None:
+def test_a_cut_divides_the_reused_blocks() -> None:
     cache = make_cache()
     publish(cache, "aaaa")
     publish(cache, "aaaabbbb")
     cache.retain(MODEL, spell("aaaabbbb"), Retention(60, end=4))
-    assert on_probation(cache) == 1
+    assert checked_probation_blocks(cache) == 1
     assert [node.num_reused_blocks for node in cache.nodes()] == [1, 0]
 
 
@@ -111,28 +112,32 @@ def test_every_node_of_a_path_that_is_found_is_off_probation() -> None:
     publish(cache, "aaaabbbb")
     cache.retain(MODEL, spell("aaaabbbb"), Retention(60, end=4))
     publish(cache, "aaaabbbb")
-    assert (on_probation(cache), [node.num_reused_blocks for node in cache.nodes()]) == (0, [1, 1])
+    assert (checked_probation_blocks(cache), [node.num_reused_blocks for node in cache.nodes()]) == (0, [1, 1])
 
 
-def test_a_join_adds_up_what_was_found() -> None:
+def test_a_join_adds_up_the_reused_blocks() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbb")
     publish(cache, "aaaabbbb")
     cache.retain(MODEL, spell("aaaabbbb"), Retention(60, end=4))
     cache.retain(MODEL, spell("aaaabbbb"), Retention(50, end=4))
     publish(cache, "aaaabbbb")
-    assert (on_probation(cache), leaf(cache).num_blocks, leaf(cache).num_reused_blocks) == (0, 2, 2)
+    assert (checked_probation_blocks(cache), only_leaf(cache).num_blocks, only_leaf(cache).num_reused_blocks) == (
+        0,
+        2,
+        2,
+    )
 
 
-def test_a_leaf_that_is_shortened_keeps_no_more_reuse_than_blocks() -> None:
+def test_a_leaf_that_is_shortened_has_no_more_reused_blocks_than_blocks() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbb")
     publish(cache, "aaaabbbb")
     cache.evict(1)
-    assert leaf(cache).num_reused_blocks == 1
-    publish(cache, "aaaacccc")  # the leaf grows, and what it gained was never found
+    assert only_leaf(cache).num_reused_blocks == 1
+    publish(cache, "aaaacccc")  # the leaf grows by a block that no request has found
     cache.retain(MODEL, spell("aaaacccc"), Retention(60, end=4))
-    assert on_probation(cache) == 1
+    assert checked_probation_blocks(cache) == 1
 
 
 def test_a_prompt_that_returns_soon_after_its_eviction_is_not_on_probation() -> None:
@@ -141,34 +146,34 @@ def test_a_prompt_that_returns_soon_after_its_eviction_is_not_on_probation() -> 
     cache.evict(1)
     publish(cache, "aaaa")
     publish(cache, "bbbb")
-    assert on_probation(cache) == 1
+    assert checked_probation_blocks(cache) == 1
 
 
-def test_a_prompt_that_returns_after_a_pool_of_evictions_is_on_probation() -> None:
-    for num_others, is_new in ((7, False), (8, True)):
+def test_a_prompt_that_returns_after_as_many_evictions_as_the_pool_has_blocks_is_on_probation() -> None:
+    for num_later_evictions, is_on_probation in ((7, False), (8, True)):
         cache = make_cache()
         publish(cache, "aaaa")
         cache.evict(1)
-        for index in range(num_others):
+        for index in range(num_later_evictions):
             publish(cache, chr(500 + index) * 4)
             cache.evict(1)
         publish(cache, "aaaa")
-        assert (on_probation(cache) == 1) is is_new
+        assert (checked_probation_blocks(cache) == 1) is is_on_probation
         assert len(cache._queue._evicted) <= 8
 
 
-def test_without_a_bound_nothing_is_remembered() -> None:
+def test_without_a_bound_of_probation_no_eviction_is_remembered() -> None:
     cache = PrefixCache(8, 4)
     for text in ("aaaa", "aaaa", "bbbb"):
         publish(cache, text)
     cache.evict(2)
-    assert (on_probation(cache), cache._queue._evicted) == (0, {})
+    assert (checked_probation_blocks(cache), cache._queue._evicted) == (0, {})
 
 
 def test_shared_blocks_leave_probation() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbbcccc")
     cache.share(MODEL, spell("aaaab"))
-    assert on_probation(cache) == 1
+    assert checked_probation_blocks(cache) == 1
     cache.share(MODEL, spell("aaaabbbbcccc"))
-    assert on_probation(cache) == 0
+    assert checked_probation_blocks(cache) == 0

@@ -17,13 +17,13 @@ from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest
 from tests.fakes import MODEL, FakeClock, cached, publish, spell
 
 ONE_SHOTS = tuple(4 * chr(500 + index) for index in range(40))
-NEVER_OVER = 1 - 1e-9
+NEVER_EXCEEDED = 1 - 1e-9  # a share that bounds probation, but that leaves on probation never exceed
 
 
 def make_cache(share: float, policy: str = "lru", num_blocks: int = 8) -> tuple[PrefixCache, FakeClock]:
     clock = FakeClock()
-    policy_made = make_policy(policy, num_blocks)
-    return PrefixCache(num_blocks, 4, policy=policy_made, probation_share=share, clock=clock), clock
+    eviction_policy = make_policy(policy, num_blocks)
+    return PrefixCache(num_blocks, 4, policy=eviction_policy, probation_share=share, clock=clock), clock
 
 
 def publish_all(cache: PrefixCache, clock: FakeClock, *texts: str, namespace: Namespace = MODEL) -> None:
@@ -34,7 +34,7 @@ def publish_all(cache: PrefixCache, clock: FakeClock, *texts: str, namespace: Na
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
-def test_one_shot_prompts_do_not_evict_what_was_reused(policy: str) -> None:
+def test_one_shot_prompts_do_not_evict_reused_prompts(policy: str) -> None:
     cache, clock = make_cache(0.5, policy)
     publish_all(cache, clock, "aaaa", "bbbb", "aaaa", "bbbb", *ONE_SHOTS)
     assert [cached(cache, text) for text in ("aaaa", "bbbb")] == [4, 4]
@@ -97,26 +97,27 @@ def test_a_tenant_at_its_ceiling_keeps_what_it_reuses(is_named: bool) -> None:
 
 
 def test_one_shot_prompts_below_a_floor_evict_nothing() -> None:
-    clock, safe = FakeClock(), Namespace("model", "a")
+    clock, protected = FakeClock(), Namespace("model", "a")
     cache = PrefixCache(8, 4, quotas={"a": Quota(floor_blocks=5)}, probation_share=0.5, clock=clock)
-    publish_all(cache, clock, *ONE_SHOTS[:5], namespace=safe)
+    publish_all(cache, clock, *ONE_SHOTS[:5], namespace=protected)
     publish_all(cache, clock, "aaaa", "aaaa", "bbbb")
-    cache.evict(1)  # what the floor protects is no reason to evict "bbbb" first
+    cache.evict(1)  # blocks that the floor protects do not count towards the bound, so the older "aaaa" is evicted
     assert [cached(cache, text) for text in ("aaaa", "bbbb")] == [0, 4]
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru", "lfu"])
-@pytest.mark.parametrize("share", [1.0, NEVER_OVER])
+@pytest.mark.parametrize("share", [1.0, NEVER_EXCEEDED], ids=["no bound", "never exceeded"])
 def test_without_a_bound_leaves_are_evicted_in_the_order_of_the_policys_keys(policy: str, share: float) -> None:
     cache, clock = make_cache(share, policy, num_blocks=24)
-    key, dice = make_policy(policy, 24).key, random.Random(1)
-    num_choices = 0
+    policy_key, dice = make_policy(policy, 24).key, random.Random(1)
+    num_choices = 0  # evictions for which there were several leaves
     for _ in range(300):
         publish_all(cache, clock, "".join(dice.choices("abcdefgh", k=dice.randint(1, 16))))
         while cache.pool.num_free < 4:
             entries = [node.eviction_entry for node in cache.nodes() if node.eviction_entry is not None]
             num_choices += len(entries) > 1
-            expected = min(entries, key=lambda entry: (key(entry[-1]), entry[2]))[-1]  # of equals, the first to wait
+            # An entry ends with its leaf, and entry[2] counts arrivals: of equal keys, the first one is evicted.
+            expected = min(entries, key=lambda entry: (policy_key(entry[-1]), entry[2]))[-1]
             before = {entry[-1]: entry[-1].num_blocks for entry in entries}
             cache.evict(1)
             after = {node: node.num_blocks for node in cache.nodes()}
@@ -125,21 +126,25 @@ def test_without_a_bound_leaves_are_evicted_in_the_order_of_the_policys_keys(pol
 
 
 def flood() -> list[TraceRequest]:
-    """Twelve prompts that fill half of the pool and return; after three calm rounds, five pools of others between."""
+    """Return requests for twelve recurring prompts, which fill half of a pool of 100 blocks, and for one-shot prompts.
+
+    In each of the first three rounds there are half as many one-shot blocks as the pool has, and in each of three more
+    rounds about five times as many as the pool has.
+    """
     paths: list[tuple[int, ...]] = []
-    for turn in range(6):
-        for hot in range(12):
-            paths.append(tuple(100 * hot + part for part in range(4)))
-            num_others = 1 if turn < 3 else 10
-            paths += [(10**6 + 10 * len(paths) + 10**4 * other, *range(3)) for other in range(num_others)]
+    for round_number in range(6):
+        for prompt in range(12):
+            paths.append(tuple(100 * prompt + block for block in range(4)))
+            num_one_shots = 1 if round_number < 3 else 10
+            paths += [(10**6 + 10 * len(paths) + 10**4 * number, *range(3)) for number in range(num_one_shots)]
     return [TraceRequest(index * 1000, 4 * TOKENS_PER_ID, 1, path) for index, path in enumerate(paths)]
 
 
 def test_a_flood_evicts_recurring_prompts_only_without_probation() -> None:
-    def hits(policy: str, share: float = 1.0) -> int:
+    def count_cached_tokens(policy: str, share: float = 1.0) -> int:
         capacity_tokens = 100 * TOKENS_PER_ID
         return simulate(flood(), policy=policy, capacity_tokens=capacity_tokens, probation_share=share).cached_tokens
 
-    best = hits("optimal")
-    assert hits("adaptive", 0.5) >= 0.9 * best
-    assert hits("adaptive") <= 0.7 * best
+    best = count_cached_tokens("optimal")
+    assert count_cached_tokens("adaptive", 0.5) >= 0.9 * best
+    assert count_cached_tokens("adaptive") <= 0.7 * best

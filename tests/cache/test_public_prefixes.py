@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +21,16 @@ from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
 from tests.fakes import spell
 
-_BLOCK = 4
+_BLOCK = 4  # tokens per block
 _ACME, _OTHER = Namespace("model", "acme"), Namespace("model", "other")
 
 
 def _cache(num_blocks: int = 64, **options: object) -> PrefixCache:
-    return PrefixCache(num_blocks, _BLOCK, **options)  # type: ignore[arg-type]  # of the tests that pass some
+    return PrefixCache(num_blocks, _BLOCK, **options)  # type: ignore[arg-type]
 
 
 def _make_public(cache: PrefixCache, tokens: bytes, name: str = "p", adapter: str = "") -> PublicPrefix:
+    """Register a public prefix, compute it, and let prompts use it."""
     prefix = cache.public.register(name, "model", adapter, tokens)
     with cache.lease(prefix.namespace, tokens) as lease:
         lease.commit(lease.num_tokens)
@@ -262,18 +262,18 @@ def test_a_full_pool_refuses_a_prompt_that_needs_a_block_after_the_prefix() -> N
     cache.check()
 
 
-_PROMPT = spell("abcdefghijklmnopqrst12345678zzzz")  # 8 blocks
+_PROMPT = spell("abcdefghijklmnopqrst12345678zzzz")  # 32 tokens, 8 blocks
 
 
 def _full_of_duplicates(num_blocks: int, **options: object) -> PrefixCache:
-    """Return a cache in which a tenant has 5 blocks of a prompt, of which 4 blocks became public."""
+    """Return a cache in which a tenant has 5 blocks of a prompt, of which the first 4 then became public."""
     cache = _cache(num_blocks, max_public_blocks=4, **options)
     _serve(cache, _ACME, _PROMPT[: 20 * TOKEN_BYTES])
     _make_public(cache, _PROMPT[: 16 * TOKEN_BYTES])
     return cache
 
 
-def test_a_prompt_that_fits_only_below_the_prefix_is_leased_there() -> None:
+def test_a_prompt_for_which_there_is_room_only_with_the_public_prefix_is_leased_there() -> None:
     cache = _full_of_duplicates(10)
     assert cache.match(_ACME, _PROMPT).cached_tokens == 20
     with cache.lease(_ACME, _PROMPT) as lease:
@@ -292,14 +292,14 @@ def test_a_prompt_that_fits_everywhere_reuses_the_most() -> None:
         assert (lease.cached_tokens, lease.public_tokens) == (20, 0)
 
 
-def test_a_ceiling_that_only_the_prefix_leaves_room_below_refuses_nothing() -> None:
+def test_a_prompt_that_stays_below_a_ceiling_only_with_the_public_prefix_is_leased_there() -> None:
     cache = _full_of_duplicates(32, quotas={"acme": Quota(ceiling_blocks=6)})
     with cache.lease(_ACME, _PROMPT) as lease:
         assert lease.public_tokens == 16
     cache.check()
 
 
-def test_private_blocks_count_where_a_prompt_is_leased() -> None:
+def test_private_blocks_count_when_it_is_decided_where_a_prompt_is_leased() -> None:
     cache = _full_of_duplicates(32, quotas={"acme": Quota(ceiling_blocks=8)})
     with cache.lease(_ACME, _PROMPT, num_private_blocks=1) as lease:
         assert lease.public_tokens == 16
@@ -309,7 +309,7 @@ def test_private_blocks_count_where_a_prompt_is_leased() -> None:
         cache.lease(_ACME, _PROMPT, num_private_blocks=5)
 
 
-def test_a_lease_that_may_be_held_only_below_the_prefix_is_opened_there() -> None:
+def test_a_lease_that_may_be_held_only_with_the_public_prefix_is_opened_there() -> None:
     cache = _full_of_duplicates(32)
 
     def require_room(path: HeldPath, _: int) -> None:
@@ -324,9 +324,12 @@ def test_a_lease_that_may_be_held_only_below_the_prefix_is_opened_there() -> Non
 
 
 class _Walk:
-    """Random prompts of tenants and salts over public prefixes that come and go, and a memory that knows who wrote.
+    """Random prompts of several namespaces, while public prefixes are registered and unregistered.
 
-    Each slot of the pool remembers the tokens up to it, and the namespace of the request that wrote it.
+    Attributes:
+        slots: by block id and offset: the tokens up to this slot, and the namespace of the request that wrote it.
+        public: the tokens of each registered prefix, by name.
+        num_public_tokens, num_own_tokens: reused tokens of public prefixes, and of the requests' own namespaces.
     """
 
     def __init__(self, seed: int, num_blocks: int) -> None:
@@ -334,14 +337,14 @@ class _Walk:
         self.cache = _cache(num_blocks, max_public_blocks=num_blocks // 3)
         self.slots: dict[tuple[int, int], tuple[bytes, Namespace]] = {}
         self.public: dict[str, bytes] = {}
-        self.published: defaultdict[Namespace, set[bytes]] = defaultdict(set)
-        self.num_public = self.num_own = 0
+        self.num_public_tokens = self.num_own_tokens = 0
 
-    def tokens(self) -> bytes:
-        trunk = "".join(self.random.choice("ab") for _ in range(self.random.choice((0, 4, 9, 16))))
-        return spell(trunk + "".join(self.random.choice("abc") for _ in range(self.random.randint(1, 9))))
+    def make_prompt(self) -> bytes:
+        stem = "".join(self.random.choice("ab") for _ in range(self.random.choice((0, 4, 9, 16))))
+        return spell(stem + "".join(self.random.choice("abc") for _ in range(self.random.randint(1, 9))))
 
     def write(self, lease: Lease, writer: Namespace, start: int, end: int) -> None:
+        """Make the pending copy of a block, and compute the tokens `[start, end)`."""
         if lease.copy is not None:
             for offset in range(_BLOCK):
                 source = self.slots.get((lease.copy.source, offset))
@@ -353,14 +356,15 @@ class _Walk:
             self.slots[slot] = bytes(lease.tokens[: (position + 1) * TOKEN_BYTES]), writer
 
     def verify(self, block_ids: npt.NDArray[np.int32], tokens: bytes, namespace: Namespace, num_tokens: int) -> None:
+        """Assert that the first tokens of a prompt were written for the namespace, or as a public prefix."""
         for position in range(num_tokens):
             content, writer = self.slots[int(block_ids[position // _BLOCK]), position % _BLOCK]
             assert content == tokens[: (position + 1) * TOKEN_BYTES], "reused K/V of other tokens"
-            assert writer in (namespace, Namespace("operator")), "reused what another one wrote"
+            assert writer in (namespace, Namespace("operator")), "reused K/V that another namespace wrote"
 
     def serve(self) -> None:
         namespace = Namespace("model", self.random.choice(("acme", "other", "")), "", self.random.choice(("", "s")))
-        tokens = self.tokens()
+        tokens = self.make_prompt()
         match = self.cache.match(namespace, tokens)
         self.verify(match.block_ids, tokens, namespace, match.cached_tokens)
         try:
@@ -368,7 +372,8 @@ class _Walk:
         except OutOfBlocks:
             return
         with lease:
-            self.verify(np.append(lease.block_ids, 0), tokens, namespace, lease.cached_tokens // _BLOCK * _BLOCK)
+            num_tokens_in_whole_blocks = lease.cached_tokens // _BLOCK * _BLOCK  # the others are not copied yet
+            self.verify(lease.block_ids, tokens, namespace, num_tokens_in_whole_blocks)
             start = lease.cached_tokens
             while start < lease.num_tokens:
                 end = min(lease.num_tokens, start + self.random.randint(1, 6))
@@ -376,20 +381,20 @@ class _Walk:
                 lease.commit(end)
                 start = end
             self.verify(lease.block_ids, tokens, namespace, lease.num_tokens)
-            self.num_public += lease.public_tokens
-            self.num_own += lease.cached_tokens - lease.public_tokens
+            self.num_public_tokens += lease.public_tokens
+            self.num_own_tokens += lease.cached_tokens - lease.public_tokens
             if self.random.random() < 0.3:
-                more = self.tokens()
+                more_tokens = self.make_prompt()
                 try:
-                    lease.extend(more)
+                    lease.extend(more_tokens)
                 except OutOfBlocks:
                     return
                 self.write(lease, namespace, start, lease.num_tokens)
                 lease.commit(lease.num_tokens)
-                self.verify(lease.block_ids, tokens + more, namespace, lease.num_tokens)
+                self.verify(lease.block_ids, tokens + more_tokens, namespace, lease.num_tokens)
 
     def register(self) -> None:
-        name, tokens = f"p{self.random.randrange(4)}", self.tokens()
+        name, tokens = f"p{self.random.randrange(4)}", self.make_prompt()
         if name in self.public:
             self.cache.public.unregister(name)
             del self.public[name]
@@ -417,12 +422,12 @@ class _Walk:
 
 @pytest.mark.parametrize("num_blocks", [12, 24, 400])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_prompt_reuses_what_another_tenant_wrote_or_other_tokens(seed: int, num_blocks: int) -> None:
+def test_no_prompt_reuses_other_tokens_or_tokens_that_another_tenant_wrote(seed: int, num_blocks: int) -> None:
     walk = _Walk(seed, num_blocks)
     for _ in range(500):
         walk.step()
-    assert walk.num_public > 40
-    assert walk.num_own > 100
+    assert walk.num_public_tokens > 40
+    assert walk.num_own_tokens > 100
 
 
 @pytest.fixture
@@ -430,7 +435,7 @@ def cache() -> PrefixCache:
     return PrefixCache(16, _BLOCK, max_public_blocks=4)
 
 
-def test_a_prefix_has_its_blocks_until_no_request_computes_it(cache: PrefixCache) -> None:
+def test_an_unregistered_prefix_has_its_blocks_until_no_request_computes_it(cache: PrefixCache) -> None:
     prefix = cache.public.register("p", "model", "", spell("abcdefghijkl"))
     lease = cache.lease(prefix.namespace, prefix.tokens)
     lease.commit(8)

@@ -24,6 +24,7 @@ ALL = (PLAIN, TENANT, ADAPTER, SALT)
 
 
 def make_cache() -> PrefixCache:
+    """Return a cache in which each namespace has four blocks: one that both prompts share, and their own ones."""
     cache = PrefixCache(64, 4, clock=FakeClock())
     for namespace in ALL:
         publish(cache, "aaaabbbbcc", namespace)
@@ -31,13 +32,14 @@ def make_cache() -> PrefixCache:
     return cache
 
 
-def left(cache: PrefixCache) -> set[Namespace]:
+def cached_namespaces(cache: PrefixCache) -> set[Namespace]:
+    """Return the namespaces that have cached tokens, after a check of the cache."""
     cache.check()
     return {namespace for namespace in ALL if cached(cache, "aaaabbbbcc", namespace)}
 
 
 @pytest.mark.parametrize(
-    ("wanted", "gone"),
+    ("named", "purged"),
     [
         ({}, set(ALL)),
         ({"tenant": "acme"}, {TENANT, ADAPTER, SALT}),
@@ -48,12 +50,12 @@ def left(cache: PrefixCache) -> set[Namespace]:
         ({"tenant": "unknown"}, set()),
     ],
 )
-def test_a_purge_removes_the_named_namespaces_and_no_others(wanted: dict[str, str], gone: set[Namespace]) -> None:
+def test_a_purge_removes_the_named_namespaces_and_no_others(named: dict[str, str], purged: set[Namespace]) -> None:
     cache = make_cache()
-    assert cache.purge(**wanted) == Purged(4 * len(gone), 0)
-    assert left(cache) == set(ALL) - gone
-    assert cache.pool.num_free == 64 - 4 * (len(ALL) - len(gone))
-    assert cache.tenants["acme"].num_cached_blocks == 4 * len({TENANT, ADAPTER, SALT} - gone)
+    assert cache.purge(**named) == Purged(4 * len(purged), 0)
+    assert cached_namespaces(cache) == set(ALL) - purged
+    assert cache.pool.num_free == 64 - 4 * (len(ALL) - len(purged))
+    assert cache.tenants["acme"].num_cached_blocks == 4 * len({TENANT, ADAPTER, SALT} - purged)
 
 
 def test_a_request_in_flight_keeps_its_blocks_and_publishes_nothing_more() -> None:
@@ -61,12 +63,12 @@ def test_a_request_in_flight_keeps_its_blocks_and_publishes_nothing_more() -> No
     lease = lease_text(cache, "aaaabbbbccDD", TENANT)
     reused = lease.block_ids[:2].tolist()
     assert cache.purge(tenant="acme", adapter="") == Purged(1, 3)
-    assert left(cache) == set(ALL) - {TENANT}
+    assert cached_namespaces(cache) == set(ALL) - {TENANT}
     assert lease.commit(12) == 0
-    assert left(cache) == set(ALL) - {TENANT}
-    taken = cache.pool.acquire(cache.pool.num_free)
-    assert set(reused).isdisjoint(taken.tolist())
-    cache.pool.release(taken)
+    assert cached_namespaces(cache) == set(ALL) - {TENANT}
+    free_block_ids = cache.pool.acquire(cache.pool.num_free)
+    assert set(reused).isdisjoint(free_block_ids.tolist())
+    cache.pool.release(free_block_ids)
     lease.close()
     cache.check()
     assert cache.pool.num_leased == cache.num_pinned_blocks == 0
@@ -131,15 +133,15 @@ def test_a_purge_examines_no_namespace_and_no_lease_of_another_tenant() -> None:
 
 
 def test_a_purge_examines_each_lease_at_most_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: Counter[str] = Counter()
+    num_accesses: Counter[str] = Counter()  # by the salt of the lease
     slot = Lease.__dict__["is_revoked"]
 
-    def looked(lease: Lease) -> bool:
-        looks[lease.namespace.salt] += 1
+    def get_is_revoked(lease: Lease) -> bool:
+        num_accesses[lease.namespace.salt] += 1
         return bool(slot.__get__(lease))
 
-    def revoked(lease: Lease, value: bool) -> None:
-        looks[lease.namespace.salt] += 1
+    def set_is_revoked(lease: Lease, value: bool) -> None:
+        num_accesses[lease.namespace.salt] += 1
         slot.__set__(lease, value)
 
     cache = PrefixCache(256, 4, clock=FakeClock())
@@ -148,12 +150,12 @@ def test_a_purge_examines_each_lease_at_most_twice(monkeypatch: pytest.MonkeyPat
     for namespace in namespaces:
         publish(cache, "aaaabbbb", namespace)
         leases.append(lease_text(cache, "aaaabbbbc", namespace))
-    monkeypatch.setattr(Lease, "is_revoked", property(looked, revoked))
+    monkeypatch.setattr(Lease, "is_revoked", property(get_is_revoked, set_is_revoked))
     assert cache.purge(tenant="acme") == Purged(0, 100)
-    assert looks == {namespace.salt: 2 for namespace in namespaces}
-    looks.clear()
+    assert num_accesses == {namespace.salt: 2 for namespace in namespaces}
+    num_accesses.clear()
     cache.purge(tenant="acme", adapter="", salt="7")
-    assert looks == {"7": 1}
+    assert num_accesses == {"7": 1}
     for lease in leases:
         lease.close()
     assert cache.leases._by_tenant == {}
@@ -167,18 +169,18 @@ def test_namespaces_that_are_in_use_are_purged_in_slices_as_well(monkeypatch: py
         namespace = Namespace("model", "acme", "", str(number))
         publish(cache, "aaaabbbb", namespace)
         leases.append(lease_text(cache, "aaaabbbbc", namespace))
-    num_left, purging = [], cache.purge_in_slices()
+    num_remaining, purging = [], cache.purge_in_slices()
     while next(purging, "over") is None:
         cache.check()
-        num_left.append(cache.num_namespaces)
-    assert num_left == [4, 1]
+        num_remaining.append(cache.num_namespaces)
+    assert num_remaining == [4, 1]
     for lease in leases:
         lease.close()
     assert cache.pool.num_free == 64
 
 
 @pytest.mark.parametrize(
-    ("wanted", "revoked"),
+    ("named", "revoked"),
     [
         ({}, set(ALL)),
         ({"tenant": "acme"}, {TENANT, ADAPTER, SALT}),
@@ -191,10 +193,12 @@ def test_namespaces_that_are_in_use_are_purged_in_slices_as_well(monkeypatch: py
         ({"tenant": PUBLIC_TENANT, "adapter": "", "salt": ""}, set()),
     ],
 )
-def test_leases_of_what_is_named_are_revoked_and_no_others(wanted: dict[str, str], revoked: set[Namespace]) -> None:
+def test_leases_in_the_named_namespaces_are_revoked_and_no_others(
+    named: dict[str, str], revoked: set[Namespace]
+) -> None:
     cache = make_cache()
     leases = [lease_text(cache, "ZZZZ", namespace) for namespace in (*ALL, Namespace("model", PUBLIC_TENANT))]
-    cache.purge(**wanted)
+    cache.purge(**named)
     assert {lease.namespace for lease in cache.leases if lease.is_revoked} == revoked
     for lease in leases:
         lease.close()
@@ -205,12 +209,12 @@ def test_a_purge_in_slices_removes_namespaces_one_after_the_other(monkeypatch: p
     cache = make_cache()
     purging = cache.purge_in_slices()
     next(purging)
-    assert len(left(cache)) == 2
+    assert len(cached_namespaces(cache)) == 2
     assert all_slices(purging) == Purged(16, 0)
-    assert left(cache) == set()
+    assert cached_namespaces(cache) == set()
 
 
-def test_a_large_tree_is_removed_in_slices_and_what_is_in_use_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_tree_is_removed_in_slices_and_nodes_in_use_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.cache.purge._MAX_REMOVED", 4)
     cache = PrefixCache(128, 4, clock=FakeClock())
     texts = ["aaaa" + letter * 4 + end * 4 for letter in "bcdefghi" for end in "XYZ"]
@@ -218,12 +222,12 @@ def test_a_large_tree_is_removed_in_slices_and_what_is_in_use_last(monkeypatch: 
         publish(cache, text)
     cache.retain(PLAIN, spell(texts[5]), Retention(priority=80))
     used = lease_text(cache, texts[3] + "!")
-    num_left = [len(cache.segments)]
+    num_segments = [len(cache.segments)]
     purging = cache.purge_in_slices()
     while (purged := next(purging, None)) is None and len(cache.segments):
         cache.check()
-        num_left.append(len(cache.segments))
-    assert num_left == [33, 29, 25, 21, 17, 13, 9, 5]
+        num_segments.append(len(cache.segments))
+    assert num_segments == [33, 29, 25, 21, 17, 13, 9, 5]
     assert purged is None
     assert [cached(cache, text) for text in texts] == [0] * len(texts)
     assert (cache.num_retained_blocks, cache.pool.num_free, cache.pool.num_leased) == (0, 128 - 4, 4)
@@ -245,26 +249,26 @@ def test_operations_between_the_slices_of_a_purge_leave_nothing_from_before_it(
 ) -> None:
     monkeypatch.setattr("radixkv.cache.purge._MAX_REMOVED", 3)  # one namespace
     cache = make_cache()
-    before = lease_text(cache, "aaaabbbbccDD", SALT)
+    before_purge = lease_text(cache, "aaaabbbbccDD", SALT)
     purging = cache.purge_in_slices()
     next(purging)
-    assert left(cache) == {TENANT, ADAPTER, SALT}
-    user, newcomer = lease_text(cache, "aaaabbbbccDD", ADAPTER), lease_text(cache, "aaaa", PLAIN)
+    assert cached_namespaces(cache) == {TENANT, ADAPTER, SALT}
+    not_purged_yet, after_purge = lease_text(cache, "aaaabbbbccDD", ADAPTER), lease_text(cache, "aaaa", PLAIN)
     publish(cache, "eeee", SALT)
-    assert [user.cached_tokens, newcomer.cached_tokens] == [10, 0]
-    assert newcomer.commit(4) == 4
+    assert [not_purged_yet.cached_tokens, after_purge.cached_tokens] == [10, 0]
+    assert after_purge.commit(4) == 4
     while next(purging, "over") is None:
         cache.check()
-    assert [user.commit(12), before.commit(12)] == [0, 0]
-    for lease in (user, newcomer, before):
+    assert [not_purged_yet.commit(12), before_purge.commit(12)] == [0, 0]
+    for lease in (not_purged_yet, after_purge, before_purge):
         lease.close()
-    assert left(cache) == {PLAIN}
+    assert cached_namespaces(cache) == {PLAIN}
     assert [cached(cache, "aaaa", namespace) for namespace in ALL] == [4, 0, 0, 0]
     assert cached(cache, "eeee", SALT) == 0
     assert cache.pool.num_leased == 0
 
 
-def test_a_namespace_that_was_evicted_and_cached_again_between_slices_is_another_one(
+def test_a_namespace_that_was_evicted_and_cached_again_between_slices_is_not_purged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("radixkv.cache.purge._MAX_REMOVED", 1)
@@ -274,7 +278,7 @@ def test_a_namespace_that_was_evicted_and_cached_again_between_slices_is_another
     cache.evict(64)
     publish(cache, "aaaabbbbcc", TENANT)
     assert next(purging, None) is None
-    assert left(cache) == {TENANT}
+    assert cached_namespaces(cache) == {TENANT}
 
 
 def test_purged_and_evicted_nodes_are_freed_without_a_collection() -> None:
@@ -291,19 +295,19 @@ def test_purged_and_evicted_nodes_are_freed_without_a_collection() -> None:
         gc.enable()
 
 
-def test_what_no_request_uses_is_dropped_in_the_named_namespaces_of_the_tenant() -> None:
+def test_unused_blocks_are_dropped_in_the_named_namespaces_of_the_tenant() -> None:
     cache = make_cache()
     publish(cache, "aaaa", Namespace("model", "", "lora"))
     assert all_slices(cache.drop_in_slices("acme", adapter="lora", evicts=False)) == (2 * 16, False)
-    assert left(cache) == {PLAIN, TENANT}
+    assert cached_namespaces(cache) == {PLAIN, TENANT}
     assert cached(cache, "aaaa", Namespace("model", "", "lora")) == 4
     assert all_slices(cache.drop_in_slices("acme", salt="", evicts=True)) == (16, False)
-    assert left(cache) == {PLAIN}
+    assert cached_namespaces(cache) == {PLAIN}
     assert cache.num_evicted_blocks == 4
     assert all_slices(cache.drop_in_slices("acme", evicts=True)) == (0, False)
 
 
-def test_what_requests_use_stays_when_a_namespace_is_dropped() -> None:
+def test_blocks_in_use_stay_when_a_namespace_is_dropped() -> None:
     cache = make_cache()
     lease = lease_text(cache, "aaaabbbbccDD", TENANT)
     assert all_slices(cache.drop_in_slices("acme", adapter="", evicts=False)) == (4, True)
@@ -319,12 +323,9 @@ def test_a_slice_drops_at_most_128_nodes_and_examines_at_most_1024_namespaces() 
         publish(cache, f"{number:04}", TENANT)
     for number in range(2000):
         publish(cache, "aaaa", Namespace("model", "acme", "", str(number)))
-    left_blocks = [cache.pool.num_published for _ in cache.drop_in_slices("acme", salt="", evicts=False)]
-    assert left_blocks == [
-        2000 + 172,
-        2000 + 44,
-        2000,
-    ]  # the third slice examines 1,024 namespaces, the last the others
+    num_remaining = [cache.pool.num_published for _ in cache.drop_in_slices("acme", salt="", evicts=False)]
+    # The third slice also examines 1,024 namespaces, and the last one, after which nothing is yielded, all others.
+    assert num_remaining == [2000 + 172, 2000 + 44, 2000]
     cache.check()
 
 
@@ -357,8 +358,8 @@ def test_a_purge_forgets_the_prompts_of_sessions_in_slices(monkeypatch: pytest.M
         for namespace in (TENANT, PLAIN):
             with cache.lease(namespace, spell("aaaabbbb"), session_id=str(number)) as lease:
                 lease.commit(8)
-    num_left = [cache.sessions.num_of("acme") for _ in cache.purge_in_slices(tenant="acme")]
-    assert num_left == [4, 3, 2, 1, 0]
+    num_sessions = [cache.sessions.num_of("acme") for _ in cache.purge_in_slices(tenant="acme")]
+    assert num_sessions == [4, 3, 2, 1, 0]
     assert cache.sessions.num_of("") == 5
     cache.check()
 
@@ -367,22 +368,23 @@ def test_a_retention_of_namespaces_reaches_every_node_of_them() -> None:
     cache = make_cache()
     cache.max_retained_blocks = cache._retained.max_blocks = 64
     grant = all_slices(cache.retain_in_slices("acme", Retention(80, ttl_s=9.0), adapter="lora"))
-    assert grant[:3] == (2 * (4 + 6 + 4), 0, 0)
+    num_tokens = 2 * (4 + 6 + 4)  # two namespaces with the nodes "aaaa", "bbbbcc" and "XXXX"
+    assert grant[:3] == (num_tokens, 0, 0)
     assert {node.priority for node in cache.nodes() if node.owner.namespace in (ADAPTER, SALT)} == {80}
     assert {node.priority for node in cache.nodes() if node.owner.namespace in (PLAIN, TENANT)} == {50}
     assert cache.num_retained_blocks == 8
     cache.evict(8)
-    assert left(cache) == {ADAPTER, SALT}
+    assert cached_namespaces(cache) == {ADAPTER, SALT}
     cache._clock.now_s = 10.0
     assert cache.num_retained_blocks == 0
     cache.check()
 
 
-def test_a_retention_of_namespaces_is_bounded_by_what_may_be_retained() -> None:
+def test_a_retention_of_namespaces_is_bounded_by_the_maximum_of_retained_blocks() -> None:
     cache = make_cache()
     cache.max_retained_blocks = cache._retained.max_blocks = 3
     grant = all_slices(cache.retain_in_slices("acme", Retention(80), adapter="lora"))
-    assert grant.granted_tokens + grant.refused_tokens == 2 * (4 + 6 + 4)
+    assert grant.granted_tokens + grant.refused_tokens == 2 * (4 + 6 + 4), "all tokens of both namespaces"
     assert cache.num_retained_blocks == 3
     assert all_slices(cache.retain_in_slices("acme", Retention(20), adapter="lora")).refused_tokens == 0
     assert cache.num_retained_blocks == 0
@@ -396,7 +398,7 @@ def test_a_retention_of_namespaces_changes_at_most_128_nodes_in_a_slice() -> Non
     slices = cache.retain_in_slices("acme", Retention(20), adapter="")
     next(slices)
     assert sum(node.priority == 20 for node in cache.nodes()) == 128
-    cache.evict(500)  # some of those that are not changed yet
+    cache.evict(500)  # including nodes that are not changed yet
     all_slices(slices)
     assert {node.priority for node in cache.nodes()} == {20}
     with pytest.raises(InvalidRequest, match=r"retention\.priority: expected 0 to 100, got 101"):

@@ -27,11 +27,12 @@ class Planter:
         return insertion
 
     def match(self, text: str) -> tuple[int, list[int]]:
+        """Return the number of matched tokens, and the ids of their blocks."""
         _, num_bytes, block_ids, _ = self.tree.match(spell(text))
         return num_bytes // 4, unpacked(block_ids)
 
     def shape(self) -> dict[str, list[int]]:
-        """Each node as its path, `/` between segments, and its blocks."""
+        """Return the block ids of each node, by the text of its path with `/` between nodes."""
         return {path_text(node): unpacked(node.block_ids) for node in self.tree.nodes()}
 
 
@@ -82,7 +83,7 @@ def test_a_match_ends_at_the_first_token_that_differs(prompt: str, num_tokens: i
 def test_a_match_continues_through_nodes_and_ends_inside_a_sibling() -> None:
     planter = Planter()
     planter.insert("abcdefghijkl")  # 0 1 2
-    planter.insert("abcdEFGHIJ")  # 3 4 5, of which 3 stays outside
+    planter.insert("abcdEFGHIJ")  # 3 4 5; the tree already has a block for "abcd", so 3 is not inserted
     assert planter.match("abcdefghijkl") == (12, [0, 1, 2])
     assert planter.match("abcdefghijXX") == (10, [0, 1, 2])
     assert planter.match("abcdEFGHIJKL") == (10, [0, 4, 5])
@@ -108,12 +109,15 @@ def test_the_sibling_that_shares_most_is_found_among_many() -> None:
         planter.insert(text)
     for _ in range(300):
         prompt = "".join(dice.choices("abc", k=dice.randint(1, 8)))
-        expected = max(len(shared_prefix(text, prompt)) for text in texts)
+        expected = max(num_shared_tokens(text, prompt) for text in texts)
         assert planter.match(prompt)[0] == expected
 
 
-def shared_prefix(text: str, other: str) -> str:
-    return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
+def num_shared_tokens(text: str, prompt: str) -> int:
+    num_tokens = 0
+    while num_tokens < min(len(text), len(prompt)) and text[num_tokens] == prompt[num_tokens]:
+        num_tokens += 1
+    return num_tokens
 
 
 @pytest.mark.parametrize("difference", [0, 1, 15, 16, 17, 31, 37, 47, 48, 49, 63, 64, 111, 112, 113, 200, 298, 299])
@@ -128,8 +132,9 @@ def test_the_first_difference_in_a_long_segment_is_found_to_the_token(difference
 def test_tokens_are_compared_whole_not_by_byte() -> None:
     tree = make_tree(2)
     tree.insert(np.array([1, 0x01020304], dtype="<u4").tobytes(), packed(0))
-    almost = np.array([1, 0x05020304], dtype="<u4").tobytes()  # the lower three bytes are equal
-    assert tree.match(almost)[1] == 4
+    prompt = np.array([1, 0x05020304], dtype="<u4").tobytes()
+    _, num_bytes, *_ = tree.match(prompt)
+    assert num_bytes == 4, "of the second token, only the lower three bytes are equal"
 
 
 def test_a_first_insert_makes_one_leaf_of_all_its_blocks() -> None:
@@ -165,7 +170,7 @@ def test_a_split_keeps_the_old_object_as_the_lower_half() -> None:
 def test_a_split_keeps_reference_counts_and_last_use() -> None:
     planter = Planter()
     old = planter.insert("abcdefghij").node
-    old.ref_count, old.last_used_s = 3, 7.0  # three leases end there
+    old.ref_count, old.last_used_s = 3, 7.0  # as if the paths of three leases ended at this node
     planter.insert("abcdXY")
     upper, attached = node_of(planter, "abcd"), node_of(planter, "abcd/XY")
     assert (old.ref_count, old.last_used_s) == (3, 7.0)
@@ -274,13 +279,13 @@ def test_a_node_without_children_is_a_leaf_again_and_grows() -> None:
     assert set(planter.shape()) == {"abcdXX"}
 
 
-@pytest.mark.parametrize(("text", "kept"), [("abcdefghij", "abcdefgh"), ("abcdefghijkl", "abcdefgh")])
-def test_truncating_cuts_from_the_end(text: str, kept: str) -> None:
+@pytest.mark.parametrize("text", ["abcdefghij", "abcdefghijkl"])
+def test_truncating_cuts_from_the_end(text: str) -> None:
     planter = Planter()
     leaf = planter.insert(text).node
     removed = planter.tree.truncate(leaf, 2)
     check_tree(planter.tree)
-    assert planter.shape() == {kept: [0, 1]}
+    assert planter.shape() == {"abcdefgh": [0, 1]}
     assert unpacked(removed) == [2]
     assert planter.match(text) == (8, [0, 1])
 
@@ -293,7 +298,7 @@ def test_truncated_blocks_have_the_fingerprint_of_the_leaf_that_they_would_have_
     assert fingerprint == other.insert("abcdefghij").node.fingerprint
 
 
-def test_a_truncated_leaf_below_a_parent_is_named_by_its_whole_path() -> None:
+def test_the_fingerprint_of_a_truncated_leaf_below_a_parent_depends_on_its_whole_path() -> None:
     planter, other = Planter(), Planter()
     planter.insert("abcdefghijkl")
     planter.insert("abcdXXXX")
@@ -313,7 +318,7 @@ def test_cutting_splits_a_node_and_returns_the_upper_half() -> None:
     assert path_text(lower) == "abcd/efgh/ijkl"
 
 
-def test_a_fingerprint_depends_on_the_path_and_not_on_how_it_was_built() -> None:
+def test_a_fingerprint_depends_on_the_path_and_not_on_how_the_tree_was_built() -> None:
     grown, split = Planter(), Planter()
     for text in ("ab", "abcd", "abcdXXXX", "abcdefghij"):
         grown.insert(text)
@@ -326,15 +331,15 @@ def test_a_fingerprint_depends_on_the_path_and_not_on_how_it_was_built() -> None
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 7])
 def test_random_inserts_match_a_set_of_prefixes(block_size: int) -> None:
-    dice, planter, known = random.Random(block_size), Planter(block_size), {""}
+    dice, planter, prefixes = random.Random(block_size), Planter(block_size), {""}
     for _ in range(200):
         text = "".join(dice.choices("ab", k=dice.randint(1, 4 * block_size + 2)))
-        longest = next(end for end in range(len(text), -1, -1) if text[:end] in known)
+        longest = next(end for end in range(len(text), -1, -1) if text[:end] in prefixes)
         assert planter.match(text)[0] == longest
         insertion = planter.insert(text)
         assert insertion.known_bytes == longest * 4
         assert insertion.is_covered == (longest == len(text))
-        known.update(text[:end] for end in range(len(text) + 1))
+        prefixes.update(text[:end] for end in range(len(text) + 1))
         assert planter.match(text)[0] == len(text)
 
 
@@ -363,7 +368,7 @@ def test_check_notices_a_leaf_that_begins_its_sibling() -> None:
     planter.insert("abcd")
     root = planter.tree.root
     assert root.children is not None
-    short = planter.tree._fingerprint(spell("ab"), 0)
-    root.children[spell("ab")] = Node(planter.tree.owner, root, 0, spell("ab"), packed(9), short)
+    fingerprint = planter.tree._fingerprint(spell("ab"), 0)
+    root.children[spell("ab")] = Node(planter.tree.owner, root, 0, spell("ab"), packed(9), fingerprint)
     with pytest.raises(InvariantViolation, match="a leaf is a prefix of its sibling"):
         check_tree(planter.tree)

@@ -31,41 +31,41 @@ def test_old_scores_lose_their_weight() -> None:
     order.add(0, 250)
     for slot in (1, 2):
         order.add(slot, 100)
-        assert order.lowest() == slot, "each newcomer is score 100 more than the one before"
+        assert order.lowest() == slot, "the score of each new snapshot is 100 higher than that of the one before"
         order.evict(slot)
     order.add(3, 100)
     assert order.lowest() == 0
 
 
-def test_the_order_is_that_of_a_plain_list_whatever_happens() -> None:
+def test_the_lowest_score_is_that_of_a_plain_dictionary_after_random_events() -> None:
     rng, order = random.Random(1), SnapshotOrder()
-    kept: dict[int, tuple[int, int, float]] = {}  # saved tokens, uses, score
+    snapshots: dict[int, tuple[int, int, float]] = {}  # by slot: saved tokens, uses, score
     for slot in range(2000):
         event = rng.random()
-        if event < 0.4 or not kept:
+        if event < 0.4 or not snapshots:
             saved_tokens = rng.randint(1, 1000)
-            kept[slot] = (saved_tokens, 0, order.level + saved_tokens)
+            snapshots[slot] = (saved_tokens, 0, order.level + saved_tokens)
             order.add(slot, saved_tokens)
         elif event < 0.8:
-            used = rng.choice(list(kept))
-            saved_tokens, uses, _ = kept[used]
-            kept[used] = (saved_tokens, uses + 1, order.level + saved_tokens * (uses + 2))
+            used = rng.choice(list(snapshots))
+            saved_tokens, num_uses, _ = snapshots[used]
+            snapshots[used] = (saved_tokens, num_uses + 1, order.level + saved_tokens * (num_uses + 2))
             order.record_use(used)
         elif event < 0.9:
-            gone = rng.choice(list(kept))
-            del kept[gone]
-            order.discard(gone)
+            discarded = rng.choice(list(snapshots))
+            del snapshots[discarded]
+            order.discard(discarded)
         else:
-            least = order.lowest()
-            assert least is not None
-            level = max(order.level, kept.pop(least)[2])
-            order.evict(least)
+            lowest = order.lowest()
+            assert lowest is not None
+            level = max(order.level, snapshots.pop(lowest)[2])
+            order.evict(lowest)
             assert order.level == level
-        assert len(order) == len(kept)
-        least = order.lowest()
-        assert (least is None) == (not kept)
-        if least is not None:
-            assert kept[least][2] == min(score for _, _, score in kept.values()) == order.score(least)
+        assert len(order) == len(snapshots)
+        lowest = order.lowest()
+        assert (lowest is None) == (not snapshots)
+        if lowest is not None:
+            assert snapshots[lowest][2] == min(score for _, _, score in snapshots.values()) == order.score(lowest)
 
 
 @pytest.mark.parametrize("is_used", [False, True])
@@ -84,6 +84,7 @@ BLOCKS = np.arange(16, dtype=np.int32)
 
 
 def lease_of(slots: StateSlots, num_prompt_tokens: int, found_tokens: int = 0) -> StateLease:
+    """Open a lease of a prompt of which `found_tokens` are cached, with or without a snapshot."""
     cached_tokens = slots.num_reusable_tokens(BLOCKS, min(found_tokens, num_prompt_tokens - 1))
     return slots.open(BLOCKS, cached_tokens, num_prompt_tokens, found_tokens)
 
@@ -95,7 +96,7 @@ def slots_for_leases(num_snapshots: int = 16, every_tokens: int = 16) -> StateSl
 def compute(
     lease: StateLease, start: int, end: int, num_published_blocks: int | None = None, *, keeps: bool = True
 ) -> list[int]:
-    """Compute tokens and publish their whole blocks. Returns where states were kept, the end excepted."""
+    """Compute the tokens `[start, end)` and publish whole blocks. Returns the positions before `end` of kept states."""
     writes = lease.writes(start, end, keeps=keeps)
     assert writes[-1] == (end, lease.slot)
     assert len({slot for _, slot in writes}) == len(writes)
@@ -105,7 +106,7 @@ def compute(
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "found_tokens", "expected"),
+    ("num_tokens", "found_tokens", "positions"),
     [
         (1, 0, []),
         (4, 0, [4]),
@@ -117,17 +118,17 @@ def compute(
     ],
 )
 def test_a_prompt_saves_states_at_its_end_its_branch_and_at_regular_distances(
-    num_tokens: int, found_tokens: int, expected: list[int]
+    num_tokens: int, found_tokens: int, positions: list[int]
 ) -> None:
-    assert compute(lease_of(slots_for_leases(), num_tokens, found_tokens), 0, num_tokens) == expected
+    assert compute(lease_of(slots_for_leases(), num_tokens, found_tokens), 0, num_tokens) == positions
 
 
-@pytest.mark.parametrize("size", [1, 3, 4, 7, 18])
-def test_chunks_keep_the_same_states(size: int) -> None:
-    lease, kept = lease_of(slots_for_leases(), 41, 27), []
-    for start in range(0, 41, size):
-        kept += compute(lease, start, min(41, start + size))
-    assert kept == [16, 24, 32, 40]
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 7, 18])
+def test_a_prompt_computed_in_chunks_keeps_the_same_states(chunk_tokens: int) -> None:
+    lease, positions = lease_of(slots_for_leases(), 41, 27), []
+    for start in range(0, 41, chunk_tokens):
+        positions += compute(lease, start, min(41, start + chunk_tokens))
+    assert positions == [16, 24, 32, 40]
 
 
 def test_a_state_that_another_request_waits_for_is_kept() -> None:
@@ -148,7 +149,7 @@ def test_an_answer_keeps_its_newest_state_alone() -> None:
     slots.check(np.empty(0, dtype=np.int32))
 
 
-def test_an_answer_that_is_computed_again_keeps_one_state_a_step() -> None:
+def test_an_answer_that_is_computed_again_with_its_prompt_keeps_only_its_last_state() -> None:
     assert compute(lease_of(slots_for_leases(), 10), 0, 30) == [8, 28]
 
 
@@ -202,7 +203,7 @@ def test_a_request_reads_a_snapshot_once_and_then_its_own_slot() -> None:
     assert second.source == second.slot
 
 
-SLOT_BLOCKS = np.arange(10, 18, dtype=np.int32)  # of a prompt, four tokens each
+SLOT_BLOCKS = np.arange(10, 18, dtype=np.int32)  # the blocks of a prompt, of four tokens each
 NONE_FREE = np.empty(0, dtype=np.int32)
 
 
@@ -225,13 +226,9 @@ def test_a_hit_ends_at_the_last_snapshot() -> None:
     assert [slots.num_reusable_tokens(SLOT_BLOCKS, tokens) for tokens in (31, 20, 19, 8, 7, 0)] == [20, 20, 8, 8, 0, 0]
 
 
-def test_distances_are_whole_blocks() -> None:
-    assert [StateSlots(8, 16, 1, 1, every_tokens).every_tokens for every_tokens in (1, 16, 31, 512)] == [
-        16,
-        16,
-        16,
-        512,
-    ]
+def test_the_distance_between_snapshots_is_rounded_down_to_whole_blocks() -> None:
+    for requested_tokens, every_tokens in ((1, 16), (16, 16), (31, 16), (512, 512)):
+        assert StateSlots(8, 16, 1, 1, requested_tokens).every_tokens == every_tokens
 
 
 def test_a_block_keeps_its_first_snapshot() -> None:
@@ -260,7 +257,7 @@ def test_the_snapshot_with_the_lowest_score_is_evicted() -> None:
     publish(slots, 28, saved_tokens=16)
     assert [slots.num_reusable_tokens(SLOT_BLOCKS, tokens) for tokens in (31, 27)] == [28, 8]
     assert slots.num_evicted == 1
-    assert slots.take(1) is None, "all others are score more"
+    assert slots.take(1) is None, "the scores of all others are higher"
     slots.check(NONE_FREE)
 
 
@@ -270,14 +267,14 @@ def test_a_snapshot_that_a_request_reads_is_not_evicted() -> None:
     lease = slots.open(SLOT_BLOCKS, 8, 31, 31)
     assert slots.take(1000) is None
     lease.advance(12)
-    taken = slots.take(1000)
-    assert taken is not None
-    slots.drop(taken)
+    slot = slots.take(1000)
+    assert slot is not None
+    slots.drop(slot)
     lease.close()
     slots.check(NONE_FREE)
 
 
-def test_a_slot_whose_block_is_freed_is_kept_until_it_is_read() -> None:
+def test_the_snapshot_of_a_freed_block_is_kept_until_all_requests_have_read_it() -> None:
     slots = slots_of(num_snapshots=1)
     publish(slots, 8)
     first, second = (slots.open(SLOT_BLOCKS, 8, 31, 31) for _ in range(2))
@@ -311,7 +308,7 @@ def test_tokens_that_are_cached_and_computed_again_are_counted() -> None:
     slots = slots_of()
     publish(slots, 8)
     slots.open(SLOT_BLOCKS, 8, 31, 23)
-    assert slots.num_recomputed_tokens == 12, "20 tokens are whole blocks"
+    assert slots.num_recomputed_tokens == 12, "20 of the 23 found tokens fill whole blocks, and the snapshot is after 8"
 
 
 def test_a_used_snapshot_is_not_retracted() -> None:

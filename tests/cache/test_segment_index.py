@@ -24,15 +24,15 @@ def cache(clock: FakeClock) -> PrefixCache:
     return PrefixCache(64, 4, clock=clock)
 
 
-def listed(cache: PrefixCache, tenant: str | None = None) -> list[Segment]:
-    """All segments, three per page."""
-    found: list[Segment] = []
+def list_segments(cache: PrefixCache, tenant: str | None = None) -> list[Segment]:
+    """List all segments, with at most three per page."""
+    segments: list[Segment] = []
     start: int | None = 0
     while start is not None:
         page = cache.segments.page(start, tenant, 3)
-        found += page.segments
+        segments += page.segments
         start = page.next_place
-    return found
+    return segments
 
 
 def test_an_empty_cache_has_one_empty_page(cache: PrefixCache) -> None:
@@ -43,7 +43,7 @@ def test_an_empty_cache_has_one_empty_page(cache: PrefixCache) -> None:
 def test_a_segment_reports_its_position_and_its_size(cache: PrefixCache) -> None:
     publish(cache, "abcdefghij")
     publish(cache, "abcdefghXY")
-    first, tail, other = sorted(listed(cache), key=lambda segment: (segment.start_token, segment.place))
+    first, tail, other = sorted(list_segments(cache), key=lambda segment: (segment.start_token, segment.place))
     assert (first.start_token, first.num_tokens, first.num_blocks, first.num_children) == (0, 8, 2, 2)
     assert first.parent_place is None
     assert {tail.parent_place, other.parent_place} == {first.place}
@@ -52,9 +52,9 @@ def test_a_segment_reports_its_position_and_its_size(cache: PrefixCache) -> None
 
 def test_a_split_leaves_the_old_node_its_place(cache: PrefixCache) -> None:
     publish(cache, "abcdefgh")
-    (before,) = listed(cache)
+    (before,) = list_segments(cache)
     publish(cache, "abcdXYZ")
-    lower = next(segment for segment in listed(cache) if segment.place == before.place)
+    lower = next(segment for segment in list_segments(cache) if segment.place == before.place)
     assert (lower.start_token, lower.num_tokens) == (4, 4)
 
 
@@ -63,17 +63,17 @@ def test_a_segment_reports_its_uses_leases_and_heat(cache: PrefixCache, clock: F
     clock.now_s = 100.0
     with lease_text(cache, "abcdefghij"):
         clock.now_s = 100.0 + HEAT_HALF_LIFE_S
-        (used,) = listed(cache)
+        (used,) = list_segments(cache)
     assert (used.num_uses, used.num_leases, used.idle_s) == (1, 1, HEAT_HALF_LIFE_S)
-    assert used.heat == pytest.approx((1 + 1) / 2)
-    assert listed(cache)[0].num_leases == 0
+    assert used.heat == pytest.approx((1 + 1) / 2), "one use plus one, halved after a half-life"
+    assert list_segments(cache)[0].num_leases == 0
 
 
 def test_a_segment_reports_its_retention_and_when_it_expires(cache: PrefixCache, clock: FakeClock) -> None:
     publish(cache, "abcdefgh")
     cache.retain(MODEL, spell("abcdefgh"), Retention(80, ttl_s=60.0, start=4))
     clock.now_s = 20.0
-    first, second = sorted(listed(cache), key=lambda segment: segment.start_token)
+    first, second = sorted(list_segments(cache), key=lambda segment: segment.start_token)
     assert (first.priority, first.is_retained, first.expires_in_s) == (50, True, None)
     assert (second.priority, second.is_retained, second.expires_in_s) == (80, True, 40.0)
 
@@ -81,9 +81,9 @@ def test_a_segment_reports_its_retention_and_when_it_expires(cache: PrefixCache,
 def test_a_tenant_is_listed_alone(cache: PrefixCache) -> None:
     for tenant in ("a", "b", "a", ""):
         publish(cache, f"{tenant}bcd", Namespace("model", tenant))
-    assert [segment.namespace.tenant for segment in listed(cache, "a")] == ["a"]
-    assert [segment.namespace.tenant for segment in listed(cache, "")] == [""]
-    assert len(listed(cache)) == 3
+    assert [segment.namespace.tenant for segment in list_segments(cache, "a")] == ["a"]
+    assert [segment.namespace.tenant for segment in list_segments(cache, "")] == [""]
+    assert len(list_segments(cache)) == 3
 
 
 def test_places_of_removed_nodes_are_assigned_again(cache: PrefixCache) -> None:
@@ -91,9 +91,9 @@ def test_places_of_removed_nodes_are_assigned_again(cache: PrefixCache) -> None:
         publish(cache, "abcd", Namespace("model", tenant))
     cache.purge(tenant="a")
     cache.purge(tenant="b")
-    assert [segment.place for segment in listed(cache)] == [2]
+    assert [segment.place for segment in list_segments(cache)] == [2]
     publish(cache, "efgh", Namespace("model", "d"))
-    assert sorted(segment.place for segment in listed(cache)) == [0, 2]
+    assert sorted(segment.place for segment in list_segments(cache)) == [0, 2]
     cache.purge()
     assert cache.segments.page(0).num_places == 0
 
@@ -104,25 +104,26 @@ def test_a_page_passes_a_bounded_number_of_places(cache: PrefixCache, monkeypatc
         publish(cache, "abcd" if tenant != "c" else "xyz", Namespace("model", tenant))
     page = cache.segments.page(0, "c")
     assert (page.segments, page.next_place) == ((), 2)
-    assert [segment.num_tokens for segment in listed(cache, "c")] == [3]
+    assert [segment.num_tokens for segment in list_segments(cache, "c")] == [3]
 
 
 def test_segments_that_stay_are_listed_once_whatever_happens_between_pages(cache: PrefixCache) -> None:
     """Prompts are published, split and evicted between the pages of many listings."""
     rng = random.Random(5)
     for _ in range(40):
-        met: list[Node] = []
-        lived = set(cache.nodes())
+        listed_nodes: list[Node] = []
+        surviving_nodes = set(cache.nodes())
         start: int | None = 0
         while start is not None:
             page = cache.segments.page(start, None, 2)
-            met += [node for node in cache.nodes() if node.place in {segment.place for segment in page.segments}]
+            places = {segment.place for segment in page.segments}
+            listed_nodes += [node for node in cache.nodes() if node.place in places]
             start = page.next_place
             publish(cache, "".join(rng.choices("ab", k=rng.randint(1, 24))))
             cache.evict(rng.randint(0, 3))
             cache.check()
-            lived &= set(cache.nodes())
-        assert [met.count(node) for node in lived] == [1] * len(lived)
+            surviving_nodes &= set(cache.nodes())
+        assert [listed_nodes.count(node) for node in surviving_nodes] == [1] * len(surviving_nodes)
 
 
 def test_the_hottest_segments_are_listed_with_their_ancestors(cache: PrefixCache, clock: FakeClock) -> None:
@@ -141,15 +142,17 @@ def test_no_segment_is_hotter_than_its_parent(cache: PrefixCache, clock: FakeClo
     for _ in range(300):
         clock.now_s += rng.random() * 50
         publish(cache, "".join(rng.choices("ab", k=rng.randint(1, 24))))
-        heats = {segment.place: segment.heat for segment in listed(cache)}
-        assert all(each.heat <= heats.get(each.parent_place, each.heat) for each in listed(cache))  # type: ignore[arg-type]
+        segments = {segment.place: segment for segment in list_segments(cache)}
+        for segment in segments.values():
+            if segment.parent_place is not None:
+                assert segment.heat <= segments[segment.parent_place].heat
 
 
 def test_a_stride_skips_places_and_still_finds_the_parent(cache: PrefixCache) -> None:
     publish(cache, "abcdefgh")
     for letter in "wxyz":
         publish(cache, f"abcd{letter * 4}")
-    (parent,) = (segment for segment in listed(cache) if segment.start_token == 0)
+    (parent,) = (segment for segment in list_segments(cache) if segment.start_token == 0)
     page = cache.segments.hottest(parent.place + 1, 2)
     assert page.num_compared < 5
     assert parent.place in {segment.place for segment in page.segments}

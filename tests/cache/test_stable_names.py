@@ -21,7 +21,8 @@ from radixkv.config import EVICTION_POLICIES
 from radixkv.namespace import Namespace
 
 PAGE = Path(__file__).parents[2] / "radixkv" / "cache" / "README.md"
-# Parameters by name; a star precedes those that are given by name. More of them may be added, with defaults.
+# The parameters of each function; a star precedes those that are given by name. More of these may be added, with
+# defaults.
 STABLE = {
     PrefixCache.__init__: "num_blocks block_size * policy quotas default_quota probation_share listeners clock",
     PrefixCache.match: "namespace tokens",
@@ -56,12 +57,12 @@ def test_the_examples_of_the_page_are_correct() -> None:
 
 @pytest.mark.parametrize("function", STABLE, ids=lambda function: function.__qualname__)
 def test_stable_parameters_exist_and_others_have_defaults(function: Any) -> None:
-    positional, _, named = STABLE[function].partition("*")
+    positional, _, keyword_only = STABLE[function].partition("*")
     parameters = {name: each for name, each in inspect.signature(function).parameters.items() if name != "self"}
     by_position = [name for name, each in parameters.items() if each.kind is not inspect.Parameter.KEYWORD_ONLY]
     assert by_position[: len(positional.split())] == positional.split()
-    assert set(named.split()) <= parameters.keys()
-    for name in parameters.keys() - {*positional.split(), *named.split()}:
+    assert set(keyword_only.split()) <= parameters.keys()
+    for name in parameters.keys() - {*positional.split(), *keyword_only.split()}:
         assert parameters[name].default is not inspect.Parameter.empty, name
 
 
@@ -86,7 +87,7 @@ def test_stable_policies_exist(name: str) -> None:
     assert isinstance(make_policy(name, 8), EvictionPolicy)
 
 
-def test_the_page_names_what_is_stable_and_where_it_is() -> None:
+def test_the_page_lists_all_stable_names_and_modules_that_exist() -> None:
     section = PAGE.read_text(encoding="utf-8").partition("**Stable names.**")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", section))
     for function in STABLE:

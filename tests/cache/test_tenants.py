@@ -44,7 +44,7 @@ def test_without_quotas_the_oldest_leaf_is_evicted_whatever_its_tenant() -> None
     assert [cached(cache, "aaaabbbb", ACME), cached(cache, "11112222", OTHER)] == [0, 8]
 
 
-def test_a_ceiling_makes_a_tenant_evict_its_own_first() -> None:
+def test_a_tenant_at_its_ceiling_evicts_its_own_blocks_first() -> None:
     cache = make_cache(16, acme=Quota(ceiling_blocks=3))
     publish(cache, "11112222", OTHER)
     publish(cache, "aaaabbbb", ACME)
@@ -173,7 +173,7 @@ def test_the_largest_tenants_are_those_with_a_quota_and_those_used_last(monkeypa
     assert len(tenants.largest(9)) == 1
 
 
-def test_nothing_bounds_the_engine_itself() -> None:
+def test_the_default_quota_does_not_bound_the_trials_of_the_engine() -> None:
     tenants = Tenants({}, Quota(ceiling_blocks=1))
     assert tenants["acme"].quota.ceiling_blocks == 1
     assert tenants[TRIAL_TENANT].quota == tenants.quota_of(TRIAL_TENANT) == Quota()

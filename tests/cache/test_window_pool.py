@@ -8,8 +8,8 @@ from radixkv.cache.window_pool import Reach, WindowPool, min_parts
 from radixkv.errors import InvariantViolation, OutOfBlocks
 
 
-def longest_by_trial(reach: Reach, has_part: list[bool], num_tokens: int, block_size: int) -> int:
-    """Try every length, the longest first."""
+def longest_reusable(reach: Reach, has_part: list[bool], num_tokens: int, block_size: int) -> int:
+    """Return how many tokens can be reused, found by a trial of every length, the longest first."""
     for upto in range(num_tokens, 0, -1):
         needed = {token // block_size for token in range(max(0, upto - reach.num_tokens), upto)}
         if all(has_part[block] for block in needed):
@@ -17,17 +17,17 @@ def longest_by_trial(reach: Reach, has_part: list[bool], num_tokens: int, block_
     return 0
 
 
-def test_the_longest_beginning_is_that_of_a_trial_of_all_lengths() -> None:
-    rng, found = random.Random(1), set()
+def test_the_reusable_tokens_are_those_of_a_trial_of_all_lengths() -> None:
+    rng, results = random.Random(1), set()
     for _ in range(3000):
         block_size, num_tokens = rng.choice((1, 2, 3, 8)), rng.randint(1, 40)
         reach = Reach(rng.choice((1, 2, 5, 8, 20, 100)))
         share = rng.choice((0.3, 0.7, 0.95))
         has_part = [rng.random() < share for _ in range(-(-num_tokens // block_size))]
-        expected = longest_by_trial(reach, has_part, num_tokens, block_size)
+        expected = longest_reusable(reach, has_part, num_tokens, block_size)
         assert reach.num_reusable_tokens(np.array(has_part), num_tokens, block_size) == expected
-        found.add((expected == num_tokens) + (expected == 0) * 2)
-    assert found == {0, 1, 2}, "whole, none and something between"
+        results.add("none" if expected == 0 else "all" if expected == num_tokens else "some")
+    assert results == {"none", "some", "all"}
 
 
 def test_a_window_reaches_back_to_the_first_token_that_a_query_sees() -> None:
@@ -40,13 +40,13 @@ def test_a_window_of_one_token_still_needs_the_block_that_is_being_written() -> 
     assert Reach.of_window(1).num_tokens == 1
 
 
-@pytest.mark.parametrize(("num_tokens", "most"), [(1, 2), (16, 3), (17, 4), (10_000, 12)])
-def test_a_short_request_needs_no_more_than_its_blocks_and_a_copy(num_tokens: int, most: int) -> None:
-    assert Reach(72).max_parts(num_tokens, block_size=8) == most
+@pytest.mark.parametrize(("num_tokens", "max_parts"), [(1, 2), (16, 3), (17, 4), (10_000, 12)])
+def test_a_short_request_needs_no_more_than_its_blocks_and_a_copy(num_tokens: int, max_parts: int) -> None:
+    assert Reach(72).max_parts(num_tokens, block_size=8) == max_parts
 
 
 def pool_of(num_parts: int) -> WindowPool:
-    """A pool of some parts, one of them for steps, for blocks of two tokens."""
+    """Return a pool of parts for blocks of two tokens. One part is left to what steps write."""
     return WindowPool(20, num_parts, block_size=2, reach=Reach(2), step_tokens=2)
 
 
@@ -55,6 +55,7 @@ def ids(*block_ids: int) -> np.ndarray:
 
 
 def with_part(pool: WindowPool) -> list[int]:
+    """Return the ids of the blocks that have a part."""
     return np.flatnonzero(pool.table >= 0).tolist()
 
 
@@ -122,7 +123,7 @@ def test_a_block_of_a_tree_keeps_its_own_part() -> None:
     assert with_part(pool) == [9]
 
 
-def test_no_more_is_reserved_than_a_step_leaves() -> None:
+def test_requests_reserve_no_more_parts_than_a_step_leaves() -> None:
     pool = pool_of(6)
     pool.require_room(5)
     pool.reserve(3)
@@ -130,7 +131,7 @@ def test_no_more_is_reserved_than_a_step_leaves() -> None:
         pool.require_room(3)
 
 
-def test_parts_that_outlive_requests_take_half_of_those_that_one_request_does_not_need() -> None:
+def test_parts_that_outlive_requests_may_be_half_of_those_that_one_request_does_not_need() -> None:
     pool = pool_of(12)
     assert pool.max_lasting == 3
     pool.num_lasting = 2

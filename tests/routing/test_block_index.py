@@ -8,6 +8,8 @@ import pytest
 
 from radixkv.routing.block_index import BlockIndex
 
+NUM_SWEEPS = 256  # after as many calls of `sweep`, the whole index has been swept
+
 
 def test_runs_end_at_the_first_block_without_a_holder() -> None:
     index = BlockIndex(100)
@@ -20,25 +22,31 @@ def test_runs_end_at_the_first_block_without_a_holder() -> None:
     assert index.runs([4, 5]) == index.runs([]) == []
 
 
-def test_runs_are_those_of_a_look_at_every_block() -> None:
+def test_runs_are_those_of_a_lookup_of_every_block() -> None:
     draw = random.Random(5)
     for _ in range(200):
         index, prompt = BlockIndex(1000), range(draw.randrange(1, 90))
+        # Each holder has the blocks `[0, depth)`.
         depths = {index.add_holder(): draw.choice((0, 3, 7, draw.randrange(90))) for _ in range(5)}
         for bit, depth in depths.items():
             index.store(bit, range(depth))
-        found = [holders for holders, num_blocks in index.runs(prompt) for _ in range(num_blocks)]
-        sets = [sum(bit for bit, depth in depths.items() if block < depth) for block in prompt]
-        assert found == [holders for holders in sets if holders]
+        holders_by_run = [holders for holders, num_blocks in index.runs(prompt) for _ in range(num_blocks)]
+        holders_by_block = [sum(bit for bit, depth in depths.items() if block < depth) for block in prompt]
+        assert holders_by_run == [holders for holders in holders_by_block if holders]
 
 
 def test_few_blocks_of_a_long_prompt_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    index, looked_up = BlockIndex(10_000), []
+    index, looked_up = BlockIndex(10_000), list[int]()
     one, two = index.add_holder(), index.add_holder()
     index.store(one, range(8000))
     index.store(two, range(100))
-    real = index.holders_of
-    monkeypatch.setattr(index, "holders_of", lambda block: looked_up.append(block) or real(block))
+    holders_of = index.holders_of
+
+    def record_holders_of(block: int) -> int:
+        looked_up.append(block)
+        return holders_of(block)
+
+    monkeypatch.setattr(index, "holders_of", record_holders_of)
     assert index.runs(range(8192)) == [(one | two, 100), (one, 7900)]
     assert len(looked_up) < 60
 
@@ -51,7 +59,7 @@ def test_a_removed_holder_is_ignored_at_once_and_its_blocks_are_swept_later() ->
     index.forget_holder(one)
     assert index.runs(range(1000)) == [(two, 500)]
     assert index.num_blocks == 1000
-    for _ in range(256):
+    for _ in range(NUM_SWEEPS):
         index.sweep()
     assert (index.num_blocks, index.runs(range(1000))) == (500, [(two, 500)])
 
@@ -61,7 +69,7 @@ def test_a_bit_has_no_new_holder_before_it_is_swept() -> None:
     one = index.add_holder()
     index.store(one, range(1000))
     index.forget_holder(one)
-    for _ in range(255):
+    for _ in range(NUM_SWEEPS - 1):
         index.sweep()
         assert index.add_holder() != one
     index.sweep()
@@ -78,11 +86,11 @@ def test_a_holder_that_is_forgotten_during_a_sweep_waits_for_the_next() -> None:
     for _ in range(100):
         index.sweep()
     index.forget_holder(two)
-    for _ in range(156):
+    for _ in range(NUM_SWEEPS - 100):
         index.sweep()
     assert index.add_holder() == one
     assert index.num_blocks == 512
-    for _ in range(256):
+    for _ in range(NUM_SWEEPS):
         index.sweep()
     assert (index.num_blocks, index.add_holder()) == (0, two)
 
@@ -92,7 +100,7 @@ def test_blocks_without_room_are_not_added() -> None:
     one, two = index.add_holder(), index.add_holder()
     index.store(one, [1, 2, 3, 4, 5])
     assert (index.num_blocks, index.num_refused) == (3, 2)
-    index.store(two, [1, 2, 3])  # no blocks of its own
+    index.store(two, [1, 2, 3])  # blocks that the index already has need no room
     assert index.runs([1, 2, 3, 4]) == [(one | two, 3)]
     index.remove(one | two, [3])
     index.store(one, [4])
@@ -126,6 +134,6 @@ def test_the_index_agrees_with_sets_after_random_steps() -> None:
             index.sweep()
         for block in blocks:
             assert index.holders_of(block) == sum(bit for bit, held in oracle.items() if block in held)
-    for _ in range(512):
+    for _ in range(2 * NUM_SWEEPS):  # the second time for holders that were forgotten during the first one
         index.sweep()
     assert index.num_blocks == len(set().union(*oracle.values()))

@@ -15,6 +15,7 @@ def part(number: int, index: int, count: int) -> EventBatch:
 
 
 def verdicts(cursor: EventCursor, *batches: EventBatch) -> str:
+    """Return the first letters of the verdicts: of APPLY, SKIP and RESYNC."""
     return "".join(cursor.take(each).name[0] for each in batches)
 
 
@@ -32,12 +33,12 @@ def test_a_gap_is_healed_by_a_snapshot_only() -> None:
     assert verdicts(cursor, part(10, 0, 1), batch(11)) == "AA"
 
 
-def test_batches_that_were_read_are_skipped() -> None:
+def test_batches_that_were_already_read_are_skipped() -> None:
     cursor = EventCursor()
     assert verdicts(cursor, part(7, 0, 1), batch(8), batch(8), batch(7), batch(9)) == "AASSA"
 
 
-def test_a_snapshot_with_a_missing_part_is_refused() -> None:
+def test_a_snapshot_with_a_missing_part_needs_a_new_snapshot() -> None:
     for batches in (
         (part(7, 0, 3), part(7, 2, 3)),
         (part(7, 0, 3), part(7, 1, 3), batch(8)),
@@ -59,7 +60,7 @@ def test_parts_of_two_snapshots_do_not_make_one() -> None:
     assert verdicts(cursor, part(7, 0, 2), part(9, 1, 2)) == "AR"
 
 
-def test_a_cursor_is_out_of_step_within_a_snapshot() -> None:
+def test_a_cursor_is_not_up_to_date_within_a_snapshot() -> None:
     cursor = EventCursor()
     cursor.take(part(7, 0, 2))
     assert not cursor.is_up_to_date

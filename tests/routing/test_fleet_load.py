@@ -22,14 +22,16 @@ def load(clock: FakeClock) -> FleetLoad:
 
 
 def queue_tokens(load: FleetLoad, name: str) -> int:
-    return load.waits([name], "", [0])[0][0]
+    ((num_queue_tokens, _),) = load.waits([name], "", [0])
+    return num_queue_tokens
 
 
 def recent_tokens(load: FleetLoad, name: str) -> float:
-    return load.waits([name], "", [0])[0][1]
+    ((_, num_recent_tokens),) = load.waits([name], "", [0])
+    return num_recent_tokens
 
 
-def test_a_queue_is_what_was_sent_and_not_finished(load: FleetLoad) -> None:
+def test_the_queue_of_a_replica_is_the_tokens_that_were_sent_and_are_not_finished(load: FleetLoad) -> None:
     first, second = load.sent("a", 100), load.sent("a", 30)
     assert (queue_tokens(load, "a"), queue_tokens(load, "b")) == (130, 0)
     assert load.finished("a", first)
@@ -57,7 +59,9 @@ def test_computed_tokens_count_half_after_the_half_life(load: FleetLoad, clock: 
     assert recent_tokens(load, "a") == pytest.approx(125)
 
 
-def test_computed_tokens_are_corrected_at_their_age(load: FleetLoad, clock: FakeClock) -> None:
+def test_the_number_of_computed_tokens_is_corrected_when_a_request_has_finished(
+    load: FleetLoad, clock: FakeClock
+) -> None:
     ticket = load.sent("a", 800)
     clock.now_s += 10
     load.finished("a", ticket, 200)
@@ -68,7 +72,7 @@ def test_a_newcomer_counts_as_the_mean_of_the_others(load: FleetLoad) -> None:
     load.sent("a", 600)
     load.join("c")
     assert recent_tokens(load, "c") == pytest.approx(300)
-    load.join("a")  # once more: the mean of b and c
+    load.join("a")  # as a newcomer, it counts as the mean of b, with 0 tokens, and c, with 300
     assert recent_tokens(load, "a") == pytest.approx(150)
 
 
@@ -91,13 +95,15 @@ def test_a_tenant_waits_for_as_many_tokens_of_each_other_as_of_its_own(load: Fle
     assert load.waits(["a"], "new", [10]) == [(20, 1030)]
 
 
-def test_one_that_is_lost_is_forgotten_on_each_replica(load: FleetLoad, clock: FakeClock) -> None:
+def test_a_request_whose_end_is_never_reported_is_forgotten_on_each_replica_after_the_same_time(
+    load: FleetLoad, clock: FakeClock
+) -> None:
     load.sent("a", 100)
     clock.now_s += 30
-    ended = load.sent("b", 10)
+    ticket = load.sent("b", 10)
     load.sent("b", 7)
     clock.now_s += 30
-    load.finished("b", ended)
+    load.finished("b", ticket)
     assert (queue_tokens(load, "b"), queue_tokens(load, "a")) == (7, 0)
     clock.now_s += 29
     assert queue_tokens(load, "b") == 7

@@ -21,7 +21,7 @@ from radixkv.routing.fleet_view import FleetView
 from radixkv.routing.prompt_blocks import PromptBlocks
 from tests.fakes import FakeClock
 
-SIZE = 4
+SIZE = 4  # tokens per block
 IDENTITIES = Identities("", bytes(range(32)))
 NAMESPACES = (Namespace("m"), Namespace("m", tenant="acme"), Namespace("m", salt="acme"))
 
@@ -49,24 +49,24 @@ class WatchedReplica:
         self.feed.publish()
 
     def send_batches(self, view: FleetView, max_batches: int = 2**30) -> None:
-        """Send batches after those that the view has, preceded by a snapshot if it needs one."""
+        """Send the view the batches that it has not read, preceded by a snapshot if the view needs one."""
         number = view.number_of(self.name)
         if not number:
-            answer: Future[Snapshot] = Future()
-            self.feed.request_snapshot(answer)
+            snapshot: Future[Snapshot] = Future()
+            self.feed.request_snapshot(snapshot)
             self.feed.publish()
-            for batch in answer.result(0).batches:
+            for batch in snapshot.result(0).batches:
                 assert view.read(self.name, batch)
             number = view.number_of(self.name)
         for _ in range(max_batches):
-            batch_or_none = self.log.after(number)
-            if batch_or_none is None:
+            next_batch = self.log.after(number)
+            if next_batch is None:
                 return
-            assert view.read(self.name, batch_or_none)
+            assert view.read(self.name, next_batch)
             number += 1
 
 
-def blocks(tokens: bytes, namespace: Namespace = NAMESPACES[0]) -> list[int]:
+def block_hashes(tokens: bytes, namespace: Namespace = NAMESPACES[0]) -> list[int]:
     return PromptBlocks(namespace, tokens, SIZE, IDENTITIES).all()
 
 
@@ -99,7 +99,7 @@ def view_of(*names: str, clock: FakeClock | None = None, max_blocks: int = 1000)
 
 
 def test_the_view_of_a_random_fleet_agrees_with_its_caches() -> None:
-    """Caches that evict and are purged, replicas that leave and come, streams that lag, break and heal."""
+    """Caches evict and are purged, replicas leave and join, and streams of events lag, have gaps and recover."""
     for seed in range(12):
         draw = random.Random(seed)
         view = FleetView(SIZE)
@@ -111,17 +111,20 @@ def test_the_view_of_a_random_fleet_agrees_with_its_caches() -> None:
         ]
         for _ in range(150):
             replica = draw.choice(replicas)
-            step = draw.randrange(12)
-            if step < 6:
+            event = draw.randrange(12)
+            if event < 6:
                 replica.compute(*draw.choice(prompts))
-            elif step == 6:
+            elif event == 6:
                 replica.purge(draw.choice((None, "acme", "unknown")))
-            elif step == 7:
-                (view.leave if replica.name in joined else view.join)(replica.name)
-                joined ^= {replica.name}
-            elif step == 8 and replica.name in joined and view.is_up_to_date(replica.name):
-                gap = batch(view.number_of(replica.name) + 2, stored(draw.randrange(9)))
-                assert not view.read(replica.name, gap)
+            elif event == 7 and replica.name in joined:
+                view.leave(replica.name)
+                joined.remove(replica.name)
+            elif event == 7:
+                view.join(replica.name)
+                joined.add(replica.name)
+            elif event == 8 and replica.name in joined and view.is_up_to_date(replica.name):
+                after_gap = batch(view.number_of(replica.name) + 2, stored(draw.randrange(9)))
+                assert not view.read(replica.name, after_gap)
             elif replica.name in joined:
                 replica.send_batches(view, draw.choice((1, 2**30)))
         for replica in replicas:
@@ -129,10 +132,10 @@ def test_the_view_of_a_random_fleet_agrees_with_its_caches() -> None:
                 view.join(replica.name)
             replica.send_batches(view)
         for namespace, tokens in prompts:
-            hits = view.match(blocks(tokens, namespace), [replica.name for replica in replicas])
-            for replica, found in zip(replicas, hits, strict=True):
-                cached = replica.cache.match(namespace, tokens).cached_tokens // SIZE * SIZE
-                assert found == Hits(device=cached)
+            hits = view.match(block_hashes(tokens, namespace), [replica.name for replica in replicas])
+            for replica, replica_hits in zip(replicas, hits, strict=True):
+                cached_tokens = replica.cache.match(namespace, tokens).cached_tokens // SIZE * SIZE  # of whole blocks
+                assert replica_hits == Hits(device=cached_tokens)
 
 
 def test_a_match_counts_each_block_in_its_fastest_tier_and_ends_at_a_gap() -> None:
@@ -146,7 +149,9 @@ def test_a_match_counts_each_block_in_its_fastest_tier_and_ends_at_a_gap() -> No
         Hits(),
     ]
     assert view.read("c", batch(3, removed(5, tier="mooncake")))
-    assert view.match([1, 2, 3, 4, 5], ["a"]) == [Hits(device=8, host=4, disk=4, remote=4)], "another one knows it, too"
+    assert view.match([1, 2, 3, 4, 5], ["a"]) == [Hits(device=8, host=4, disk=4, remote=4)], (
+        "b has stored block 5 in a shared store, too"
+    )
     view.leave("b")
     assert view.match([1, 2, 3, 4, 5], ["a"]) == [Hits(device=8, host=4, disk=4)]
 
@@ -162,7 +167,7 @@ def test_blocks_that_leave_one_tier_are_still_in_the_others() -> None:
     assert view.match([1, 2], ["a"]) == [Hits(device=4)]
 
 
-def test_a_snapshot_replaces_what_was_known_of_all_tiers() -> None:
+def test_a_snapshot_replaces_the_known_blocks_of_all_tiers() -> None:
     view = view_of("a")
     tiers = ("host", "disk", "redis")
     view.read("a", batch(2, stored(1, 2), *(stored(1, 2, 3, tier=tier) for tier in tiers)))
@@ -185,7 +190,7 @@ def test_after_a_gap_a_snapshot_is_needed_and_makes_the_view_up_to_date() -> Non
     assert not view.read("a", batch(4, removed(2)))
     assert (view.number_of("a"), view.is_up_to_date("a")) == (0, False)
     assert not view.read("a", batch(5, stored(9)))
-    assert view.match([1, 2], ["a"]) == [Hits(device=8)]  # better than nothing
+    assert view.match([1, 2], ["a"]) == [Hits(device=8)], "old hits are better than none"
     assert view.read("a", snapshot(5, stored(1, 3)))
     assert view.match([1, 2], ["a"]) == [Hits(device=4)]
     assert view.match([9], ["a"]) == [Hits()]
@@ -260,7 +265,7 @@ def test_blocks_of_another_size_are_refused() -> None:
         view.read("a", batch(2, BlocksStored(None, bytes(8), bytes(32), 8, "")))
 
 
-def test_a_number_that_the_replica_does_not_know_is_dropped() -> None:
+def test_after_a_request_for_a_snapshot_the_view_is_not_up_to_date() -> None:
     view = view_of("a")
     view.request_snapshot("a")
     assert (view.number_of("a"), view.is_up_to_date("a")) == (0, False)

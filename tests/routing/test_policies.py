@@ -1,4 +1,4 @@
-"""The routing rule: its weights, when a prefix moves to another server, and ties."""
+"""The routing policies, most of all `prefix`: its weights, when a prefix gets another home, and ties."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ def replica(name: str, device: int = 0, *, queue: float = 0, recent: float = 0, 
     return Candidate(name, hits or Hits(device=device), queue, recent, TIMES)
 
 
-def chosen(candidates: list[Candidate], prompt: RoutedPrompt = PROMPT, weights: RoutingWeights = WEIGHTS) -> str:
+def choose_name(candidates: list[Candidate], prompt: RoutedPrompt = PROMPT, weights: RoutingWeights = WEIGHTS) -> str:
     choice = choose(prompt, candidates, weights)
     assert choice.hits == candidates[choice.index].hits
     return candidates[choice.index].name
 
 
 def test_the_longest_match_wins_among_idle_replicas() -> None:
-    assert chosen([replica("a", 200), replica("b", 300), replica("c")]) == "b"
+    assert choose_name([replica("a", 200), replica("b", 300), replica("c")]) == "b"
 
 
 def test_the_shortest_queue_wins_among_equal_matches() -> None:
-    assert chosen([replica("a", 300, queue=9), replica("b", 300, queue=8), replica("c", queue=8)]) == "b"
+    assert choose_name([replica("a", 300, queue=9), replica("b", 300, queue=8), replica("c", queue=8)]) == "b"
 
 
-def test_a_match_is_left_when_its_queue_costs_more_than_the_match_saves() -> None:
-    for queue, expected in ((599, "a"), (601, "b")):  # half of it is compared with 300 tokens
-        assert chosen([replica("a", 300, queue=queue), replica("b")]) == expected
+def test_a_replica_is_not_chosen_when_its_queue_costs_more_than_its_match_saves() -> None:
+    for queue, expected in ((599, "a"), (601, "b")):  # half of the queue is compared with 300 tokens
+        assert choose_name([replica("a", 300, queue=queue), replica("b")]) == expected
 
 
 def test_a_short_match_is_ignored() -> None:
-    assert chosen([replica("a", 99, queue=1), replica("b")]) == "b"
-    assert chosen([replica("a", 100, queue=1), replica("b")]) == "a"
+    assert choose_name([replica("a", 99, queue=1), replica("b")]) == "b"
+    assert choose_name([replica("a", 100, queue=1), replica("b")]) == "a"
 
 
-def test_each_place_costs_its_time() -> None:
-    nearest = [Hits(device=300), Hits(host=300), Hits(disk=300), Hits(remote=300), Hits()]
-    rest = [replica(str(index), hits=hits) for index, hits in enumerate(nearest)]
+def test_hits_in_a_slower_tier_cost_more() -> None:
+    fastest_first = [Hits(device=300), Hits(host=300), Hits(disk=300), Hits(remote=300), Hits()]
+    remaining = [replica(str(index), hits=hits) for index, hits in enumerate(fastest_first)]
     order = []
-    while rest:
-        order.append(chosen(rest))
-        rest = [each for each in rest if each.name != order[-1]]
+    while remaining:
+        order.append(choose_name(remaining))
+        remaining = [each for each in remaining if each.name != order[-1]]
     assert order == ["0", "1", "2", "3", "4"]
     choice = choose(RoutedPrompt(1000), [replica("a", hits=Hits(device=100, host=200, disk=50, remote=50))], WEIGHTS)
     assert choice.cost_s == pytest.approx(600 + 200 * 0.1 + 50 * 0.4 + 50 * 0.6)
 
 
 def test_a_longer_match_on_a_slow_disk_loses_to_a_shorter_one_on_the_device() -> None:
-    assert chosen([replica("a", hits=Hits(disk=400)), replica("b", 300)]) == "b"
-    assert chosen([replica("a", hits=Hits(disk=600)), replica("b", 300)]) == "a"
+    assert choose_name([replica("a", hits=Hits(disk=400)), replica("b", 300)]) == "b"
+    assert choose_name([replica("a", hits=Hits(disk=600)), replica("b", 300)]) == "a"
 
 
 def test_blocks_that_load_slower_than_they_compute_cost_no_more_than_missing_ones() -> None:
@@ -70,25 +70,27 @@ def test_blocks_that_load_slower_than_they_compute_cost_no_more_than_missing_one
 def test_a_replica_that_computes_slowly_has_a_longer_queue() -> None:
     slow = dataclasses.replace(TIMES, compute_s=3.0)
     candidates = [Candidate("a", Hits(), 100, 0, slow), Candidate("b", Hits(), 250, 0, TIMES)]
-    assert chosen(candidates) == "b"
+    assert choose_name(candidates) == "b"
 
 
 def test_a_part_of_the_recently_computed_tokens_counts_as_a_queue() -> None:
-    for recent, expected in ((5_900, "a"), (6_100, "b")):  # half of a tenth of it is compared with 300 tokens
-        assert chosen([replica("a", 300, recent=recent), replica("b")]) == expected
-    assert chosen([replica("a", recent=5), replica("b", recent=4), replica("c", recent=9)]) == "b"
+    for recent, expected in ((5_900, "a"), (6_100, "b")):  # half of a tenth is compared with 300 tokens
+        assert choose_name([replica("a", 300, recent=recent), replica("b")]) == expected
+    assert choose_name([replica("a", recent=5), replica("b", recent=4), replica("c", recent=9)]) == "b"
 
 
 def test_a_prefix_gets_another_home_when_demand_exceeds_what_its_homes_can_serve() -> None:
     candidates = [replica("a", 900, queue=10), replica("b", queue=5), replica("c", queue=20)]
-    assert chosen(candidates, RoutedPrompt(1000, demand=0.8)) == "a"
+    assert choose_name(candidates, RoutedPrompt(1000, demand=0.8)) == "a"
     choice = choose(RoutedPrompt(1000, demand=0.81), candidates, WEIGHTS)
     assert (candidates[choice.index].name, choice.is_new_home) == ("b", True)
 
 
 def test_two_homes_serve_twice_as_much() -> None:
     candidates = [replica("a", 900, queue=10), replica("b", 850, queue=9), replica("c")]
-    assert chosen(candidates, RoutedPrompt(1000, demand=1.6)) == "a"  # 50 tokens less, a queue of 1 less
+    assert (
+        choose_name(candidates, RoutedPrompt(1000, demand=1.6)) == "a"
+    )  # "b" has 50 cached tokens fewer, and a queue only 1 token shorter
     choice = choose(RoutedPrompt(1000, demand=1.61), candidates, WEIGHTS)
     assert (candidates[choice.index].name, choice.is_new_home) == ("c", True)
 
@@ -102,19 +104,19 @@ def test_an_uncached_prompt_is_no_new_home() -> None:
     assert not choose(RoutedPrompt(1000, demand=9.0), [replica("a", 50), replica("b")], WEIGHTS).is_new_home
 
 
-def test_equals_are_drawn_by_the_prefix_and_evenly() -> None:
+def test_among_equal_replicas_the_key_of_the_prefix_chooses_evenly() -> None:
     names = [f"replica-{index}" for index in range(8)]
     candidates = [replica(name) for name in names]
-    drawn = [chosen(candidates, RoutedPrompt(1000, key=key)) for key in range(4000)]
-    assert [chosen(candidates, RoutedPrompt(1000, key=key)) for key in range(100)] == drawn[:100]
-    assert all(400 < drawn.count(name) < 600 for name in names)
+    choices = [choose_name(candidates, RoutedPrompt(1000, key=key)) for key in range(4000)]
+    assert [choose_name(candidates, RoutedPrompt(1000, key=key)) for key in range(100)] == choices[:100]
+    assert all(400 < choices.count(name) < 600 for name in names)
 
 
 def test_a_replica_that_leaves_moves_only_its_own_prefixes() -> None:
     candidates = [replica(f"replica-{index}") for index in range(8)]
     for key in range(500):
-        before = chosen(candidates, RoutedPrompt(1000, key=key))
-        after = chosen(candidates[1:], RoutedPrompt(1000, key=key))
+        before = choose_name(candidates, RoutedPrompt(1000, key=key))
+        after = choose_name(candidates[1:], RoutedPrompt(1000, key=key))
         assert after == before or before == "replica-0"
 
 
@@ -126,9 +128,9 @@ def test_the_order_of_the_replicas_decides_nothing() -> None:
             for index in range(6)
         ]
         prompt = RoutedPrompt(1000, key=draw.getrandbits(64), demand=draw.choice((0.0, 1.0, 9.0)))
-        expected = chosen(candidates, prompt)
+        expected = choose_name(candidates, prompt)
         draw.shuffle(candidates)
-        assert chosen(candidates, prompt) == expected
+        assert choose_name(candidates, prompt) == expected
 
 
 def test_a_longer_match_never_makes_a_replica_lose() -> None:
@@ -151,21 +153,22 @@ CANDIDATES = [
 ]
 
 
-def chosen_by_name(name: str, times: int = 1) -> str:
+def choose_with(name: str, times: int = 1) -> str:
+    """Return the names of the replicas that a policy chooses, one after the other."""
     routing = make_routing(name, RoutingWeights(balance=0))
     choices = [routing(RoutedPrompt(3000), CANDIDATES) for _ in range(times)]
     assert all(choice.hits == CANDIDATES[choice.index].hits for choice in choices)
     return "".join(CANDIDATES[choice.index].name for choice in choices)
 
 
-def test_each_routing_chooses_by_what_it_is_named_for() -> None:
-    assert chosen_by_name("prefix") == "c"
-    assert chosen_by_name("longest-prefix") == "a"
-    assert chosen_by_name("least-loaded") == "e"
-    assert chosen_by_name("threshold") == "a"
-    assert chosen_by_name("round-robin", 7) == "abcdeab"
-    assert set(chosen_by_name("random", 100)) == set("abcde")
-    assert chosen_by_name("random", 9) == chosen_by_name("random", 9)
+def test_each_routing_policy_chooses_as_its_name_says() -> None:
+    assert choose_with("prefix") == "c"
+    assert choose_with("longest-prefix") == "a"
+    assert choose_with("least-loaded") == "e"
+    assert choose_with("threshold") == "a"
+    assert choose_with("round-robin", 7) == "abcdeab"
+    assert set(choose_with("random", 100)) == set("abcde")
+    assert choose_with("random", 9) == choose_with("random", 9)
 
 
 def test_equal_matches_go_to_the_shorter_queue() -> None:
@@ -175,10 +178,10 @@ def test_equal_matches_go_to_the_shorter_queue() -> None:
 
 def test_a_match_below_the_threshold_is_ignored() -> None:
     routing = make_routing("threshold")
-    assert [routing(RoutedPrompt(tokens), CANDIDATES).index for tokens in (6666, 6667)] == [0, 4]
+    assert [routing(RoutedPrompt(num_tokens), CANDIDATES).index for num_tokens in (6666, 6667)] == [0, 4]
 
 
-def test_the_names_are_known() -> None:
+def test_every_name_of_a_routing_policy_is_known_and_no_other() -> None:
     assert all(make_routing(name)(RoutedPrompt(10), CANDIDATES[:1]).index == 0 for name in ROUTINGS)
     with pytest.raises(ConfigError, match=r"expected one of prefix, threshold, .* got sideways"):
         make_routing("sideways")

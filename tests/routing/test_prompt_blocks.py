@@ -20,12 +20,12 @@ def hashes(namespace: Namespace, prompt: bytes, key: bytes = KEY) -> list[int]:
     return PromptBlocks(namespace, prompt, 4, Identities("", key)).all()
 
 
-def test_hashes_are_those_of_events() -> None:
+def test_hashes_are_those_of_block_events() -> None:
     expected = np.frombuffer(hash_blocks(bytes(8), tokens(40), 16), "<u8").tolist()
     assert hashes(BASE, tokens(41)) == expected
 
 
-def test_the_last_token_is_not_looked_for() -> None:
+def test_a_block_that_contains_the_last_token_is_not_hashed() -> None:
     assert [len(hashes(BASE, tokens(count))) for count in (1, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
 
 
@@ -46,8 +46,8 @@ def test_no_two_namespaces_share_a_hash() -> None:
         Namespace("m", adapter="acme"),
         Namespace("m2", tenant="acme"),
     ]
-    found = [each for namespace in namespaces for each in hashes(namespace, tokens(41))]
-    assert len(set(found)) == len(found) == 60
+    all_hashes = [each for namespace in namespaces for each in hashes(namespace, tokens(41))]
+    assert len(set(all_hashes)) == len(all_hashes) == 6 * 10, "ten blocks in each namespace"
 
 
 def test_salted_hashes_need_the_key_of_the_replicas() -> None:

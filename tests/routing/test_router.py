@@ -19,14 +19,14 @@ from radixkv.routing.prefix_demand import PrefixDemand
 from radixkv.routing.prompt_blocks import PromptBlocks
 from radixkv.routing.router import Route, Router
 
-SIZE = 16
-COMPUTE_S = 1e-3
+SIZE = 16  # tokens per block
+COMPUTE_S = 1e-3  # per token
 IDENTITIES = Identities("", bytes(range(32)))
 BASE, SALTED = Namespace("m"), Namespace("m", salt="x")
 
 
 class Fleet:
-    """A router on a clock that the test moves, and replicas with the prompts that the test gives them."""
+    """A router on a clock that the test moves, and replicas whose cached prompts the test sets."""
 
     def __init__(self, *names: str, routing: str = "prefix") -> None:
         self.now_s = 0.0
@@ -46,13 +46,12 @@ class Fleet:
         return self.now_s
 
     def join(self, name: str, *prompts: bytes, namespace: Namespace = BASE) -> None:
-        """Add a replica whose snapshot has prompts."""
+        """Add a replica that reports these prompts as cached."""
         self.router.join(name)
-        events = [
-            BlocksStored(None, np.array(PromptBlocks(namespace, each, SIZE, IDENTITIES).all(), "<u8").tobytes(),
-                         bytes(4 * SIZE), SIZE, "")
-            for each in prompts
-        ]  # fmt: skip
+        events = []
+        for each in prompts:
+            hashes = PromptBlocks(namespace, each, SIZE, IDENTITIES).all()
+            events.append(BlocksStored(None, np.array(hashes, "<u8").tobytes(), bytes(4 * SIZE), SIZE, ""))
         assert self.router.read(name, EventBatch(1, 0.0, (AllCleared(), *events), SnapshotPart(0, 1, 0)))
 
     def route(self, tokens: bytes, namespace: Namespace = BASE) -> Route:
@@ -60,7 +59,7 @@ class Fleet:
 
 
 def prompt(prefix: int, own: int, prefix_tokens: int = 4096, own_tokens: int = 64) -> bytes:
-    """Tokens that all prompts of one prefix begin with, and some of its own."""
+    """Return a prompt: tokens with which all prompts of one prefix begin, and tokens of its own."""
     shared = np.arange(prefix_tokens, dtype="<u4") + 10_000 * prefix
     return np.concatenate((shared, np.full(own_tokens, 5_000_000 + own, "<u4"))).tobytes()
 
@@ -88,15 +87,17 @@ def test_a_prompt_that_never_arrived_is_expected_for_a_limited_time() -> None:
 
 
 def test_a_sent_prompt_is_recorded_after_the_choice_and_before_the_next_call() -> None:
-    for then in ("remember", "join", "leave", "read"):
+    for next_call in ("remember", "join", "leave", "read"):
         fleet = Fleet("a", "b", "c")
         name = fleet.route(prompt(1, 0)).name
         assert fleet.router.view.index.num_blocks == 0
         other = next(each for each in "abc" if each != name)
-        if then == "read":
+        if next_call == "read":
             fleet.router.read(other, EventBatch(1, 0.0, (AllCleared(),), SnapshotPart(0, 1, 0)))
+        elif next_call == "remember":
+            fleet.router.remember()
         else:
-            getattr(fleet.router, then)(*(() if then == "remember" else (other,)))
+            getattr(fleet.router, next_call)(other)
         assert fleet.router.view.index.num_blocks == len(PromptBlocks(BASE, prompt(1, 0), SIZE, IDENTITIES).all())
     fleet = Fleet("a")
     fleet.route(prompt(1, 0))
@@ -114,7 +115,7 @@ def test_prefixes_spread_over_the_fleet() -> None:
 
 
 def test_a_replica_does_not_get_everything_after_its_snapshot() -> None:
-    """It has the prefixes of all requests, the others have none, and no event arrives in between."""
+    """The snapshot has the prefixes of all requests, the other replicas have none, and no more events arrive."""
     fleet = Fleet("a", "b", "c")
     fleet.join("d", *(prompt(prefix, 0) for prefix in range(100)))
     counted = Counter(fleet.route(prompt(prefix, 1, own_tokens=2048)).name for prefix in range(100))
@@ -132,24 +133,26 @@ def test_a_new_replica_without_blocks_does_not_get_everything() -> None:
 
 
 def serve(fleet: Fleet, num_requests: int, every_s: float) -> list[Route]:
-    """Send requests for one prefix. Each replica computes its requests one after the other."""
-    routes, ends = [], []
-    free_s: dict[str, float] = {}
+    """Send a request for one prefix every `every_s`. Each replica computes its requests one after the other."""
+    routes: list[Route] = []
+    running: list[tuple[float, Route]] = []  # each with the time when it finishes
+    free_s: dict[str, float] = {}  # when each replica has finished its last request
     for own in range(num_requests):
         fleet.now_s += every_s
-        for end in [end for end in ends if end[0] <= fleet.now_s]:
-            ends.remove(end)
-            fleet.router.finished(end[1])
+        finished = [(end_s, route) for end_s, route in running if end_s <= fleet.now_s]
+        for end_s, route in finished:
+            running.remove((end_s, route))
+            fleet.router.finished(route)
         route = fleet.route(prompt(1, own))
         routes.append(route)
         computed_s = (4160 - route.hits.total) * COMPUTE_S
         free_s[route.name] = max(fleet.now_s, free_s.get(route.name, 0.0)) + computed_s
-        ends.append((free_s[route.name], route))
+        running.append((free_s[route.name], route))
     return routes
 
 
 def test_a_prefix_that_one_replica_can_not_serve_gets_a_second_home_and_no_third() -> None:
-    routes = serve(Fleet(*"abcdefgh"), 1500, 0.05)  # requests of 0.064 s: 1.3 replicas
+    routes = serve(Fleet(*"abcdefgh"), 1500, 0.05)  # a hit takes 0.064 s, so 1.3 replicas are busy
     counted = Counter(route.name for route in routes[1000:])
     assert len(counted) == 2
     assert min(counted.values()) > 100
@@ -160,7 +163,7 @@ def test_a_prefix_that_one_replica_can_serve_stays_at_home() -> None:
     assert len({route.name for route in serve(Fleet(*"abcdefgh"), 600, 0.1)}) == 1
 
 
-def test_salted_requests_never_match_what_others_have() -> None:
+def test_salted_requests_never_match_blocks_of_other_salts() -> None:
     fleet = Fleet("a")
     fleet.join("b", prompt(1, 0))
     fleet.join("c", prompt(1, 0), namespace=SALTED)
@@ -208,21 +211,21 @@ def test_a_request_that_is_refused_leaves_no_trace() -> None:
     assert fleet.router.load.waits(["a"], "", [0]) == [(0, 0)]
 
 
-def test_no_more_is_hashed_than_some_replica_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed = []
-    real = PromptBlocks.hash_next
+def test_a_prompt_is_hashed_only_as_far_as_some_replica_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_hashed = []
+    hash_next = PromptBlocks.hash_next
 
-    def counting(blocks: PromptBlocks, num_blocks: int = 64) -> list[int]:
-        new = real(blocks, num_blocks)
-        hashed.append(len(new))
-        return new
+    def count_hash_next(blocks: PromptBlocks, num_blocks: int = 64) -> list[int]:
+        hashes = hash_next(blocks, num_blocks)
+        num_hashed.append(len(hashes))
+        return hashes
 
     fleet = Fleet("a")
     fleet.join("b", prompt(1, 0, prefix_tokens=SIZE * 100))
-    monkeypatch.setattr(PromptBlocks, "hash_next", counting)
+    monkeypatch.setattr(PromptBlocks, "hash_next", count_hash_next)
     monkeypatch.setattr(PromptBlocks, "all", lambda blocks: blocks.hashes)
     fleet.route(prompt(1, 1, prefix_tokens=SIZE * 100, own_tokens=SIZE * 5000))
-    assert hashed == [64, 64]
+    assert num_hashed == [64, 64], "of 5,099 blocks, of which b has 100"
 
 
 def test_prompts_too_short_for_a_block_go_to_the_shortest_queue() -> None:

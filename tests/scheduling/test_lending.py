@@ -1,6 +1,6 @@
 """Blocks of long prompts that are lent to short requests, in an engine core over a fake runner.
 
-The long prompt fills the pool of 64 blocks of 4 tokens, and a step computes 8 tokens.
+Unless a test says otherwise, the long prompt fills the pool of 64 blocks of 4 tokens, and a step computes 8 tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from radixkv.scheduling.lending import Lending
 from tests.core_bench import Bench
 from tests.fake_runner import next_token, tokens
 
-_LONG = range(254)
+_LONG_PROMPT = range(254)
 
 
 def _bench(**config: object) -> tuple[Bench, Future[PrefillResult]]:
     """Make an engine core in which the long prompt has all blocks and its first tokens are computed."""
     bench = Bench(num_blocks=64, max_step_tokens=8, **config)
-    long = bench.submit(_LONG, tenant="long")
+    long = bench.submit(_LONG_PROMPT, tenant="long")
     bench.core.step()
     return bench, long
 
@@ -42,7 +42,7 @@ def _assert_computed_once(bench: Bench, long: Future[PrefillResult]) -> None:
     """Assert that the long prompt is answered, and that none of its tokens was computed twice."""
     bench.run()
     result = long.result(0)
-    assert result.next_token_id == next_token(tokens(_LONG))
+    assert result.next_token_id == next_token(tokens(_LONG_PROMPT))
     assert (result.usage.computed_tokens, result.usage.recomputed_tokens) == (254, 0)
     assert bench.core.stats.load().requests.pauses == 0
 
@@ -60,8 +60,8 @@ def test_a_short_prompt_does_not_wait_for_one_as_long_as_the_pool(config: dict[s
 def test_cached_tokens_of_a_short_prompt_need_no_borrowed_blocks() -> None:
     bench = Bench(num_blocks=85, max_step_tokens=8)
     bench.prefill(range(80), tenant="short")
-    with bench.cache.lease(Namespace("fake", "short"), tokens(range(80))):  # keeps it cached
-        long = bench.submit(_LONG, tenant="long")
+    with bench.cache.lease(Namespace("fake", "short"), tokens(range(80))):  # keeps the beginning of the short prompt
+        long = bench.submit(_LONG_PROMPT, tenant="long")
         for _ in range(27):
             bench.core.step()
         short = bench.submit([*range(80), 90, 91], tenant="short")
@@ -69,7 +69,7 @@ def test_cached_tokens_of_a_short_prompt_need_no_borrowed_blocks() -> None:
     _assert_computed_once(bench, long)
 
 
-def test_a_short_prompt_of_the_same_tenant_does_not_wait_either() -> None:
+def test_a_short_prompt_of_the_tenant_of_the_long_one_does_not_wait_either() -> None:
     bench, long = _bench()
     short = bench.submit(range(100, 107), tenant="long")
     assert _steps_until_done(bench, short) <= 3
@@ -88,8 +88,9 @@ def test_a_borrowing_generation_has_all_its_blocks_from_the_beginning() -> None:
 def test_many_short_prompts_borrow_in_sequence_and_at_the_same_time() -> None:
     bench, long = _bench()
     for first in range(0, 120, 6):
-        futures = [bench.submit([200 + each, *range(first, first + 3)], tenant="short") for each in range(2)]
-        assert max(_steps_until_done(bench, future) if not future.done() else 0 for future in futures) <= 3
+        futures = [bench.submit([200 + number, *range(first, first + 3)], tenant="short") for number in range(2)]
+        for future in futures:
+            assert future.done() or _steps_until_done(bench, future) <= 3
     assert not long.done()
     _assert_computed_once(bench, long)
 
@@ -128,14 +129,15 @@ def test_a_prompt_that_needs_more_than_is_lent_waits_and_nothing_changes(monkeyp
     bench, long = _bench()
     release_last = Mock()
     monkeypatch.setattr(Lease, "release_last", release_last)
-    other = bench.submit(range(100, 240), tenant="short")
+    second = bench.submit(range(100, 240), tenant="short")
     _assert_computed_once(bench, long)
     assert not release_last.called
-    assert other.result(0).usage.computed_tokens == 140
+    assert second.result(0).usage.computed_tokens == 140
 
 
 def test_a_borrower_that_is_late_is_preempted_once_and_borrows_no_more() -> None:
-    bench, long = _bench(weights={"short": 0.01})  # its second turn comes when the long prompt is computed
+    # With this weight, the second turn of the short prompt comes when the long prompt is computed.
+    bench, long = _bench(weights={"short": 0.01})
     late = bench.submit(range(100, 112), tenant="short")
     bench.run()
     assert long.result(0).usage.recomputed_tokens == 0
@@ -159,7 +161,7 @@ def test_a_preempted_request_borrows_no_more() -> None:
 
 def test_blocks_for_the_next_tokens_of_generations_stay_free() -> None:
     bench = Bench(num_blocks=92, max_step_tokens=16)
-    long = bench.submit(_LONG, tenant="long")
+    long = bench.submit(_LONG_PROMPT, tenant="long")
     bench.core.step()
     answers = [bench.generate([first, *range(3)], 60, tenant="answers") for first in range(100, 108)]
     while bench.cache.pool.num_free:
@@ -167,12 +169,14 @@ def test_blocks_for_the_next_tokens_of_generations_stay_free() -> None:
     short = bench.submit(range(120, 124), tenant="short")
     assert _steps_until_done(bench, short) <= 2
     bench.run()
-    assert long.result(0).next_token_id == next_token(tokens(_LONG))
+    assert long.result(0).next_token_id == next_token(tokens(_LONG_PROMPT))
     assert all(len(answer.result(0).token_ids) == 60 for answer in answers)
 
 
 @pytest.mark.parametrize(
-    ("lender", "borrower"), [(Quota(), Quota(floor_blocks=8)), (Quota(ceiling_blocks=64), Quota())]
+    ("lender", "borrower"),
+    [(Quota(), Quota(floor_blocks=8)), (Quota(ceiling_blocks=64), Quota())],
+    ids=["the borrower has a floor", "the lender has a ceiling"],
 )
 def test_no_request_borrows_blocks_that_could_not_be_reclaimed(lender: Quota, borrower: Quota) -> None:
     bench, long = _bench(quotas={"long": lender, "short": borrower})
@@ -196,24 +200,25 @@ def test_a_public_prefix_borrows_nothing() -> None:
 def test_if_borrowing_fails_all_lent_blocks_are_reclaimed(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, long = _bench()
     (running,) = bench.core._scheduler.running
-    before = running.open_lease.block_ids.size
+    num_blocks_before = running.open_lease.block_ids.size
+    # One block fewer is lent than the short prompt needs.
     monkeypatch.setattr(Lending, "max_tokens", lambda _, request: request.num_tokens - 4)
     short = bench.submit(range(100, 112), tenant="short")
     bench.core.step()
     assert not short.done()
-    assert running.open_lease.block_ids.size == before
+    assert running.open_lease.block_ids.size == num_blocks_before
     _assert_computed_once(bench, long)
 
 
 def test_a_step_inspects_running_requests_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, long = _bench()
-    spare = Mock(return_value=0)
-    monkeypatch.setattr(Lending, "_num_spare_blocks", spare)
+    num_spare_blocks = Mock(return_value=0)
+    monkeypatch.setattr(Lending, "_num_spare_blocks", num_spare_blocks)
     for tenant in range(40):
         bench.submit(range(100, 104), tenant=str(tenant))
     for _ in range(4):
         bench.core.step()
-    assert 0 < spare.call_count <= 4 * 8
+    assert 0 < num_spare_blocks.call_count <= 4 * 8, "at most 8 times per step"
     _assert_computed_once(bench, long)
 
 

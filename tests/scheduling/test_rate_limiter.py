@@ -16,14 +16,14 @@ from tests.fake_runner import tokens
 from tests.fakes import MODEL, FakeClock
 
 
-def retry_after_s(rates: RateLimiter, tenant: str = "a") -> float:
-    """Return when a refused tenant may retry."""
+def refused_retry_after_s(rates: RateLimiter, tenant: str = "a") -> float:
+    """Assert that a call is refused, and return after how many seconds the tenant may retry."""
     with pytest.raises(RateExceeded) as refused:
         rates.enter(tenant)
     return refused.value.retry_after_s
 
 
-def rates_of(clock: FakeClock, **bounds) -> RateLimiter:
+def rates_of(clock: FakeClock, **bounds: float) -> RateLimiter:
     return RateLimiter({}, TenantConfig(**bounds), clock)
 
 
@@ -32,13 +32,13 @@ def test_a_burst_is_accepted_and_the_next_call_is_refused_until_the_given_time()
     rates = rates_of(clock, max_calls_per_s=2, rate_burst_s=3)
     for _ in range(6):
         rates.enter("a")
-    assert retry_after_s(rates) == pytest.approx(0.5)
+    assert refused_retry_after_s(rates) == pytest.approx(0.5)
     clock.now_s += 0.3
-    wait_s = retry_after_s(rates)
+    wait_s = refused_retry_after_s(rates)
     assert wait_s == pytest.approx(0.2)
     clock.now_s += wait_s + 1e-9
     rates.enter("a")
-    assert retry_after_s(rates) == pytest.approx(0.5)
+    assert refused_retry_after_s(rates) == pytest.approx(0.5)
 
 
 def test_unused_capacity_is_limited_to_the_burst() -> None:
@@ -47,13 +47,13 @@ def test_unused_capacity_is_limited_to_the_burst() -> None:
     clock.now_s += 1000
     for _ in range(4):
         rates.enter("a")
-    assert retry_after_s(rates) == pytest.approx(0.5)
+    assert refused_retry_after_s(rates) == pytest.approx(0.5)
 
 
 def test_a_low_rate_accepts_one_call() -> None:
     rates = rates_of(FakeClock(), max_calls_per_s=0.1, rate_burst_s=1)
     rates.enter("a")
-    assert retry_after_s(rates) == pytest.approx(10)
+    assert refused_retry_after_s(rates) == pytest.approx(10)
 
 
 def test_the_token_bucket_may_become_negative_and_calls_are_refused_until_it_is_not() -> None:
@@ -61,25 +61,25 @@ def test_the_token_bucket_may_become_negative_and_calls_are_refused_until_it_is_
     rates = rates_of(clock, max_computed_tokens_per_s=100, rate_burst_s=1)
     rates.enter("a")
     rates.charge("a", 350)
-    assert retry_after_s(rates) == pytest.approx(2.5)
+    assert refused_retry_after_s(rates) == pytest.approx(2.5)
     clock.now_s += 2.5 + 1e-9
     rates.enter("a")
 
 
-def test_a_hit_costs_little() -> None:
+def test_calls_that_compute_one_token_cost_one_token() -> None:
     rates = rates_of(FakeClock(), max_computed_tokens_per_s=100, rate_burst_s=1)
     for _ in range(100):
         rates.enter("a")
         rates.charge("a", 1)
     rates.charge("a", 1)
-    assert retry_after_s(rates) == pytest.approx(0.01)
+    assert refused_retry_after_s(rates) == pytest.approx(0.01)
 
 
 def test_tenants_have_rates_of_their_own() -> None:
     rates = RateLimiter({"named": TenantConfig(max_calls_per_s=5, rate_burst_s=1)}, TenantConfig(), FakeClock())
     for _ in range(5):
         rates.enter("named")
-    assert retry_after_s(rates, "named") == pytest.approx(0.2)
+    assert refused_retry_after_s(rates, "named") == pytest.approx(0.2)
     for _ in range(1000):
         rates.enter("other")
     assert rates.num_tenants == 1
@@ -98,7 +98,7 @@ def test_tenants_whose_buckets_are_full_are_forgotten() -> None:
 
 
 class TestAdmissionControl:
-    """Admission control takes calls, and charges computed tokens."""
+    """Admission control counts each call against the rates, and charges them for computed tokens."""
 
     def request(self, num_tokens: int) -> Request:
         return Request(PrefillParams(tokens(list(range(num_tokens)))), MODEL, Future(), 0.0)
@@ -130,4 +130,6 @@ class TestAdmissionControl:
         admission.enter(request, lambda _: None)
         request.computed_upto = 15
         admission.charge_prompt(request)
-        assert retry_after_s(rates, request.tenant) == pytest.approx(0.5)
+        assert refused_retry_after_s(rates, request.tenant) == pytest.approx(0.5), (
+            "15 tokens, 5 more than the bucket has, at 10 per s"
+        )

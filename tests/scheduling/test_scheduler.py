@@ -7,6 +7,7 @@ from tests.core_bench import BLOCK_SIZE, Bench
 
 
 def tokens_of_steps(bench: Bench) -> list[int]:
+    """Return how many tokens each step computed."""
     return [sum(end - start for start, end in step) for step in bench.runner.steps]
 
 
@@ -19,7 +20,7 @@ def test_a_short_prompt_is_answered_in_the_step_after_it_arrived() -> None:
     bench.core.step()
     assert short.done()
     assert not long.done()
-    assert bench.runner.steps[-1] == [(0, 3), (48, 61)]
+    assert bench.runner.steps[-1] == [(0, 3), (48, 61)], "of 16 tokens, the long prompt gets those that are left"
     bench.run()
     assert max(tokens_of_steps(bench)) == 16
 
@@ -46,12 +47,12 @@ def test_many_short_prompts_slow_a_long_one_down_to_half_its_speed_at_most() -> 
     while not long.done():
         shorts += [bench.submit([1000 + len(shorts), i]) for i in range(8)]
         bench.core.step()
-    assert len(bench.runner.steps) <= 400 / 8 + 2
+    assert len(bench.runner.steps) <= 400 / 8 + 2, "the long prompt gets half of the 16 tokens of a step"
     assert sum(short.done() for short in shorts) >= 4 * (len(bench.runner.steps) - 2)
     bench.run()
 
 
-def test_a_prompt_that_exceeds_the_share_waits_for_its_turn() -> None:
+def test_a_prompt_longer_than_the_share_of_short_prompts_waits_for_its_turn() -> None:
     bench = Bench(num_blocks=256, max_step_tokens=16)
     bench.submit(range(100))
     bench.core.step()
@@ -81,7 +82,9 @@ def test_short_prompts_take_no_blocks_from_a_large_one_that_waits_for_them() -> 
         shorts.append(bench.submit([1000 + len(shorts)]))
         bench.core.step()
         bench.cache.check()
-    assert len(bench.runner.steps) <= 3 + 4  # as many as the two take with a quarter less of each step
+    assert (
+        len(bench.runner.steps) <= 3 + 4
+    )  # as many steps as both take if a quarter of each step is left to short prompts
     bench.run()
 
 
@@ -111,7 +114,7 @@ def test_a_short_prompt_is_answered_while_a_large_one_waits_for_blocks(long_toke
     bench.run()
 
 
-def test_a_prompt_longer_than_the_first_does_not_overtake_it() -> None:
+def test_a_prompt_with_more_tokens_left_than_the_first_one_does_not_overtake_it() -> None:
     bench = Bench(num_blocks=256, max_step_tokens=16)
     bench.submit(range(40))
     bench.core.step()
@@ -124,11 +127,12 @@ def test_a_prompt_longer_than_the_first_does_not_overtake_it() -> None:
 def test_generations_that_grow_together_get_adjacent_blocks() -> None:
     bench = Bench(num_blocks=512, max_step_tokens=512)
     futures = [bench.generate(range(100 * n, 100 * n + 10 + n), 40) for n in range(16)]
-    while min(map(len, (future.streamed for future in futures))) < 38:
+    while min(len(future.streamed) for future in futures) < 38:
         bench.core.step()
     for request in bench.core._scheduler.running:
-        steps = np.diff(request.open_lease.block_ids)
-        assert steps.size >= 11
-        ends_in_a_block = request.params.num_tokens % BLOCK_SIZE > 0  # such a prompt's last block was copied
-        assert sorted(steps) == [1] * (steps.size - ends_in_a_block) + [2] * ends_in_a_block
+        id_steps = np.diff(request.open_lease.block_ids)
+        assert id_steps.size >= 11
+        # If a prompt ends inside a block, its last block was copied into the next one, so that the lease skips an id.
+        ends_in_a_block = request.params.num_tokens % BLOCK_SIZE > 0
+        assert sorted(id_steps) == [1] * (id_steps.size - ends_in_a_block) + [2] * ends_in_a_block
     bench.run()

@@ -1,4 +1,4 @@
-"""Tenants share steps by weight, and the requests of a tenant share the tenant's part."""
+"""Tenants share the tokens of steps by weight, and the requests of a tenant share the part of the tenant."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.core_bench import BLOCK_SIZE, Bench
 
 
 def computed_by_tenant(bench: Bench) -> Counter[str]:
-    """Tokens of unfinished requests that were computed so far."""
+    """Return how many tokens of unfinished requests were computed so far."""
     counts: Counter[str] = Counter()
     for request in bench.core._scheduler.running:
         counts[request.tenant] += request.computed_upto - request.reuse.cached_tokens
@@ -30,12 +30,13 @@ def test_tenants_are_computed_in_proportion_to_their_weights(weights: dict[str, 
     for _ in range(12):
         bench.core.step()
     computed = computed_by_tenant(bench)
-    total = sum(weights.get(tenant, 1.0) for tenant in "abc")
+    total_weight = sum(weights.get(tenant, 1.0) for tenant in "abc")
     for tenant in "abc":
-        assert computed[tenant] == pytest.approx(12 * 512 * weights.get(tenant, 1.0) / total, abs=64 * 3)
+        share = weights.get(tenant, 1.0) / total_weight
+        assert computed[tenant] == pytest.approx(12 * 512 * share, abs=64 * 3)
 
 
-def test_many_requests_of_one_tenant_get_the_share_of_one_of_another() -> None:
+def test_many_requests_of_one_tenant_get_as_large_a_share_as_one_request_of_another() -> None:
     bench = Bench(num_blocks=8192, max_step_tokens=256)
     crowd = [bench.submit([i] * 400, tenant="crowd") for i in range(50)]
     single = bench.submit(range(2000), tenant="single")
@@ -56,7 +57,7 @@ def test_a_short_prompt_of_another_tenant_is_answered_in_the_step_after_it_arriv
     assert short.done()
 
 
-def test_many_requests_of_one_adapter_do_not_delay_another_tenants() -> None:
+def test_many_requests_of_one_adapter_do_not_delay_a_request_of_another_tenant() -> None:
     bench = Bench(num_blocks=8192, max_step_tokens=128)
     for i in range(20):
         bench.submit([i] * 1000, tenant="busy", adapter="flood")
@@ -67,7 +68,7 @@ def test_many_requests_of_one_adapter_do_not_delay_another_tenants() -> None:
     assert short.done()
 
 
-def test_within_a_tenant_later_requests_of_one_adapter_do_not_overtake_anothers() -> None:
+def test_within_a_tenant_later_requests_of_one_adapter_do_not_overtake_those_of_another() -> None:
     bench = Bench(num_blocks=8192, max_step_tokens=128, max_running_requests=2)
     before = [bench.submit([i] * 200, adapter="flood") for i in range(10)]
     single = bench.submit([100] * 200, adapter="single")
@@ -83,24 +84,25 @@ def test_idle_time_earns_no_share() -> None:
     """A tenant that returns repeatedly is not served before one that stays."""
     bench = Bench(num_blocks=8192, max_step_tokens=128)
     bench.submit([9] * 6000, tenant="stays")
-    comes: list[Future[PrefillResult]] = []
+    shorts: list[Future[PrefillResult]] = []
     for _ in range(30):
-        if not comes or comes[-1].done():
-            comes.append(bench.submit([len(comes)] * 100, tenant="comes"))
+        if not shorts or shorts[-1].done():
+            shorts.append(bench.submit([len(shorts)] * 100, tenant="returns"))
         bench.core.step()
-    assert computed_by_tenant(bench)["stays"] >= 30 * 64 - 128
+    assert computed_by_tenant(bench)["stays"] >= 30 * 64 - 128, "half of each step of 128 tokens"
 
 
-def test_a_tenant_that_returns_keeps_what_it_was_served_before() -> None:
+def test_a_tenant_that_returns_is_still_charged_for_earlier_requests() -> None:
     """A tenant of low weight gets no more than its share by sending one short request at a time."""
-    bench = Bench(num_blocks=8192, max_step_tokens=64, weights={"comes": 0.1})
+    bench = Bench(num_blocks=8192, max_step_tokens=64, weights={"returns": 0.1})
     bench.submit([9] * 6000, tenant="stays")
-    comes: list[Future[PrefillResult]] = []
+    shorts: list[Future[PrefillResult]] = []
     for _ in range(66):
-        if not comes or comes[-1].done():
-            comes.append(bench.submit([1000 + len(comes)] * 64, tenant="comes"))
+        if not shorts or shorts[-1].done():
+            shorts.append(bench.submit([1000 + len(shorts)] * 64, tenant="returns"))
         bench.core.step()
-    assert computed_by_tenant(bench)["stays"] == pytest.approx(66 * 64 * 10 / 11, abs=128)
+    share = 1 / (1 + 0.1)
+    assert computed_by_tenant(bench)["stays"] == pytest.approx(66 * 64 * share, abs=128)
 
 
 def test_decoding_is_charged_too() -> None:
@@ -113,12 +115,12 @@ def test_decoding_is_charged_too() -> None:
     bench.submit([98] * 5000, tenant="decodes")
     for _ in range(20):
         bench.core.step()
-    by_tenant = computed_by_tenant(bench)
-    assert by_tenant["prefills"] == pytest.approx(20 * 64, abs=64 * 2)
+    computed = computed_by_tenant(bench)
+    assert computed["prefills"] == pytest.approx(20 * 64, abs=64 * 2), "half of each step of 128 tokens"
 
 
 def test_cache_hits_do_not_affect_the_shares_of_tenants() -> None:
-    """The order of tenants must not reveal what another one has cached."""
+    """The order in which tenants are served must not reveal what another tenant has cached."""
     orders = []
     for is_cached in (False, True):
         bench = Bench(num_blocks=1024, max_step_tokens=64, max_running_requests=1)
@@ -135,7 +137,8 @@ def test_cache_hits_do_not_affect_the_shares_of_tenants() -> None:
     assert orders == [["a"], ["a"]]
 
 
-def order_of_admission(bench: Bench, futures: list[Future[PrefillResult]]) -> list[int]:
+def order_of_completion(bench: Bench, futures: list[Future[PrefillResult]]) -> list[int]:
+    """Run all steps, and return the indices of the futures in the order in which they were done."""
     order: list[int] = []
     while bench.core.has_work:
         bench.core.step()
@@ -148,7 +151,7 @@ def test_within_a_tenant_the_longest_cached_prefix_is_admitted_first() -> None:
     bench.prefill(range(100, 150))
     bench.prefill(range(200, 240))
     futures = [bench.submit([*prompt, 7]) for prompt in (range(50), range(200, 250), range(100, 150), range(50, 100))]
-    assert order_of_admission(bench, futures) == [2, 1, 0, 3]
+    assert order_of_completion(bench, futures) == [2, 1, 0, 3]
 
 
 def test_no_request_is_passed_over_more_than_sixteen_times() -> None:
@@ -156,7 +159,7 @@ def test_no_request_is_passed_over_more_than_sixteen_times() -> None:
     bench.prefill(range(100, 150))
     cold = bench.submit(range(50))
     num_hits = 0
-    while not cold.done():
+    while not cold.done():  # more hits arrive than one step answers
         for _ in range(2):
             bench.submit([*range(100, 150), num_hits])
             num_hits += 1
@@ -172,7 +175,7 @@ def test_a_point_of_urgency_counts_as_a_second_of_waiting() -> None:
     bench.clock.now_s = 10.0
     futures += [bench.submit([9] * 64, urgency=59), bench.submit([10] * 64, urgency=61), bench.submit([11] * 64)]
     futures += [bench.submit([12] * 64, urgency=0)]
-    assert order_of_admission(bench, futures) == [3, 0, 1, 2, 4, 5]
+    assert order_of_completion(bench, futures) == [3, 0, 1, 2, 4, 5]
 
 
 def test_urgency_has_no_effect_between_tenants() -> None:
@@ -186,7 +189,7 @@ def test_urgency_has_no_effect_between_tenants() -> None:
 
 
 def test_a_leader_is_as_urgent_as_its_followers() -> None:
-    """A short request that follows a long one does not wait for requests shorter than the long one."""
+    """A short request that follows a long one does not wait for requests that are shorter than the long one."""
     bench = Bench(num_blocks=4096, max_step_tokens=64)
     system = list(range(60))
     bench.submit([5000] * 2000)
@@ -235,9 +238,9 @@ def test_no_request_starves(seed: int) -> None:
     """More requests arrive than can be served; the least urgent one is answered nevertheless."""
     rng = random.Random(seed)
     bench = Bench(num_blocks=64, max_step_tokens=16, max_running_requests=6)
-    waits = bench.submit(range(1000, 1100), tenant="a", urgency=20)
+    least_urgent = bench.submit(range(1000, 1100), tenant="a", urgency=20)
     num_steps = 0
-    while not waits.done():
+    while not least_urgent.done():
         for _ in range(3):
             ids = [rng.randrange(4), *[rng.randrange(4)] * rng.randrange(1, 30)]
             tenant, urgency = rng.choice("abc"), rng.choice((20, 50, 80))
@@ -249,24 +252,24 @@ def test_no_request_starves(seed: int) -> None:
         bench.core.step()
         num_steps += 1
         assert num_steps < 400
-    assert bench.core.stats.load().requests.waiting > 20, "there was more than could be served"
+    assert bench.core.stats.load().requests.waiting > 20, "more requests arrived than could be served"
 
 
 @pytest.mark.parametrize("num_names", [100, 100_000], ids=["tenants come back", "tenants are always new"])
 def test_tenants_that_keep_arriving_do_not_starve_one_that_stays(num_names: int) -> None:
     bench = Bench(num_blocks=8192, max_step_tokens=256)
-    stays = bench.submit([1] * 2000, tenant="stays")
-    comes = 0
-    while not stays.done():
-        for _ in range(4):  # as much as a step has
-            ids = [2 + comes % 200] * 64
-            bench.submit(ids, tenant=f"tenant {comes % num_names}", read_cache=False, write_cache=False)
-            comes += 1
+    long = bench.submit([1] * 2000, tenant="stays")
+    num_shorts = 0
+    while not long.done():
+        for _ in range(4):  # together as many tokens as a step has
+            ids = [2 + num_shorts % 200] * 64
+            bench.submit(ids, tenant=f"tenant {num_shorts % num_names}", read_cache=False, write_cache=False)
+            num_shorts += 1
         bench.core.step()
         assert len(bench.runner.steps) < 300
 
 
-def test_a_tenant_with_all_slots_gives_one_to_a_tenant_with_none() -> None:
+def test_a_request_of_a_tenant_with_all_slots_is_preempted_for_a_tenant_with_none() -> None:
     bench = Bench(num_blocks=4096, max_step_tokens=64, max_running_requests=4)
     greedy = [bench.generate([i] * 4, 100, tenant="greedy") for i in range(6)]
     for _ in range(5):
@@ -283,7 +286,7 @@ def test_a_tenant_with_all_slots_gives_one_to_a_tenant_with_none() -> None:
 def test_a_place_is_left_for_a_tenant_without_running_requests() -> None:
     bench = Bench(num_blocks=4096, max_running_requests=2, weights={"greedy": 100.0})
     bench.generate([1] * 4, 100, tenant="greedy")
-    served = bench.submit([9] * 64, tenant="other")  # so that the other one's turn comes first
+    served = bench.submit([9] * 64, tenant="other")  # so that the turn of "greedy" comes first
     while not served.done():
         bench.core.step()
     bench.generate([2] * 4, 100, tenant="greedy")
@@ -303,7 +306,9 @@ def test_tenants_share_the_tokens_of_decoding_requests_too() -> None:
     streamed_before = len(single.streamed)
     for _ in range(50):
         bench.core.step()
-    assert len(single.streamed) - streamed_before == 50, "it has fewer than a share of two"
+    assert len(single.streamed) - streamed_before == 50, (
+        "the single request gets a token in each step: two are the share of its tenant"
+    )
 
 
 def test_more_decoding_requests_than_tokens_take_turns_and_leave_some_for_prompts() -> None:
@@ -324,26 +329,28 @@ def test_more_decoding_requests_than_tokens_take_turns_and_leave_some_for_prompt
 
 
 def test_urgency_does_not_decide_which_tenant_is_preempted() -> None:
-    ended = []
+    results = []
     for urgency in (50, 100):
         bench = Bench(num_blocks=10)
         quiet = bench.generate(range(8), 24, tenant="quiet")
         bench.clock.now_s = 1.0
         loud = bench.generate(range(50, 58), 24, tenant="loud", urgency=urgency)
         bench.run()
-        ended.append((quiet.result(0).usage.recomputed_tokens, loud.result(0).usage.recomputed_tokens > 0))
-    assert ended == [(0, True)] * 2
+        was_quiet_preempted = quiet.result(0).usage.recomputed_tokens > 0
+        was_loud_preempted = loud.result(0).usage.recomputed_tokens > 0
+        results.append((was_quiet_preempted, was_loud_preempted))
+    assert results == [(False, True)] * 2
 
 
-def test_no_request_waits_for_blocks_that_other_tenants_floors_keep() -> None:
+def test_a_request_that_needs_blocks_protected_by_floors_fails_instead_of_waiting() -> None:
     bench = Bench(num_blocks=40, quotas={"floored": Quota(floor_blocks=30)}, max_step_tokens=512)
     bench.prefill(range(120), tenant="floored")
     bench.has_pending_calls = True
     decoding = bench.generate(range(4), 10, tenant="decodes")
     bench.core.step()
-    never = bench.submit(range(300, 300 + 15 * BLOCK_SIZE), tenant="big")
+    big = bench.submit(range(300, 300 + 15 * BLOCK_SIZE), tenant="big")
     bench.core.step()
-    assert isinstance(never.exception(0), OutOfBlocks)
+    assert isinstance(big.exception(0), OutOfBlocks)
     small = bench.submit([7], tenant="small")
     bench.core.step()
     assert small.done()

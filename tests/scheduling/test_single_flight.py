@@ -1,4 +1,4 @@
-"""Requests wait for tokens that a running request computes, instead of computing them as well."""
+"""Requests wait for tokens that another request is computing, instead of computing them as well."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import pytest
 
 from radixkv.api.params import PrefillParams
+from radixkv.api.result import PrefillResult
 from radixkv.errors import DeadlinePassed
 from radixkv.namespace import Namespace
 from radixkv.scheduling import single_flight
@@ -20,7 +21,7 @@ from tests.fake_runner import next_token, tokens
 SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 40))]
 
 
-def fresh(rng: random.Random, count: int) -> list[int]:
+def random_ids(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(256) for _ in range(count)]
 
 
@@ -32,8 +33,8 @@ def num_distinct_prefixes(prompts: list[list[int]]) -> int:
 def test_a_thousand_cold_requests_compute_their_prefix_once() -> None:
     bench = Bench(num_blocks=4096, max_step_tokens=512, max_running_requests=64)
     rng = random.Random(0)
-    system = fresh(rng, 128)
-    prompts = [[*system, 1000 + i, *fresh(rng, 7)] for i in range(1000)]
+    system = random_ids(rng, 128)
+    prompts = [[*system, 1000 + i, *random_ids(rng, 7)] for i in range(1000)]
     futures = [bench.submit(prompt) for prompt in prompts]
     bench.run()
     assert bench.runner.computed_tokens == 128 + 1000 * 8
@@ -41,11 +42,13 @@ def test_a_thousand_cold_requests_compute_their_prefix_once() -> None:
     assert sum(future.result(0).usage.computed_tokens for future in futures) == 128 + 1000 * 8
 
 
-def test_followers_start_when_the_common_part_is_done_and_not_when_their_leader_is() -> None:
+def test_followers_start_when_the_common_part_is_published_and_not_when_their_leader_ends() -> None:
     bench = Bench(num_blocks=256, max_step_tokens=16)
     leader, follower = bench.submit(range(200)), bench.submit([*range(8), 250, 251])
     bench.core.step()
-    assert bench.core.stats.load().requests.following == 0, "no request was admitted next to a full step"
+    assert bench.core.stats.load().requests.following == 0, (
+        "the leader filled the step, so no other request was admitted"
+    )
     bench.run()
     assert follower.result(0).usage.computed_tokens == 2
     assert leader.result(0).usage.computed_tokens == 200
@@ -54,7 +57,9 @@ def test_followers_start_when_the_common_part_is_done_and_not_when_their_leader_
     bench.submit(range(24))
     follower = bench.submit([*range(8), 250, 251])
     bench.core.step()
-    assert bench.core.stats.load().requests.following == 0, "what it waited for was published with the step"
+    assert bench.core.stats.load().requests.following == 0, (
+        "the tokens for which the follower waited were published with the step"
+    )
     bench.core.step()
     assert follower.done()
 
@@ -105,7 +110,7 @@ def test_no_request_waits_for_a_last_token_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("leads", "follows"),
+    ("leader_options", "follower_options"),
     [
         ({"tenant": "a"}, {"tenant": "b"}),
         ({"read_cache": False}, {}),
@@ -114,9 +119,11 @@ def test_no_request_waits_for_a_last_token_alone() -> None:
     ],
     ids=["another tenant", "leader publishes at its end", "leader publishes nothing", "follower reads nothing"],
 )
-def test_requests_that_cannot_share_compute_alone(leads: dict[str, object], follows: dict[str, object]) -> None:
+def test_requests_that_cannot_share_compute_alone(
+    leader_options: dict[str, object], follower_options: dict[str, object]
+) -> None:
     bench = Bench()
-    futures = [bench.submit(range(12), **leads), bench.submit([*range(8), 99], **follows)]
+    futures = [bench.submit(range(12), **leader_options), bench.submit([*range(8), 99], **follower_options)]
     bench.core.step()
     assert all(future.done() for future in futures)
     assert bench.runner.computed_tokens == 12 + 9
@@ -138,27 +145,29 @@ def test_no_request_follows_one_that_publishes_nothing_after_a_purge() -> None:
     assert other.result(0).usage.computed_tokens == 21
 
 
-def cancel(bench: Bench, leader: object) -> None:
+def cancel(bench: Bench, leader: Future[PrefillResult]) -> None:
     leader.cancel()
 
 
-def pass_the_deadline(bench: Bench, leader: object) -> None:
+def pass_the_deadline(bench: Bench, leader: Future[PrefillResult]) -> None:
     bench.clock.now_s = 100.0
 
 
-def fail_the_step(bench: Bench, leader: object) -> None:
+def fail_the_step(bench: Bench, leader: Future[PrefillResult]) -> None:
     bench.runner.fail_next = RuntimeError("device")
 
 
-@pytest.mark.parametrize("happens", [cancel, pass_the_deadline, fail_the_step])
-def test_a_follower_takes_over_where_its_leader_ended(happens: Callable[[Bench, object], None]) -> None:
+@pytest.mark.parametrize("end_leader", [cancel, pass_the_deadline, fail_the_step])
+def test_a_follower_takes_over_where_its_leader_ended(
+    end_leader: Callable[[Bench, Future[PrefillResult]], None],
+) -> None:
     bench = Bench(max_step_tokens=6)
     leader = bench.submit(range(40), deadline_s=50.0)
     followers = [bench.submit([*range(36), 100 + i]) for i in range(3)]
     bench.core.step()
-    happens(bench, leader)
+    end_leader(bench, leader)
     bench.run()
-    if happens is pass_the_deadline:
+    if end_leader is pass_the_deadline:
         assert isinstance(leader.exception(0), DeadlinePassed)
     assert [follower.result(0).next_token_id for follower in followers] == [
         next_token(tokens([*range(36), 100 + i])) for i in range(3)
@@ -187,14 +196,14 @@ def test_followers_resume_as_far_as_their_leader_has_published() -> None:
 
 def test_a_leader_that_ends_frees_its_followers_but_not_one_that_ended_before() -> None:
     flights = SingleFlight(BLOCK_SIZE)
-    leader, gone, left = request(range(40)), request([*range(8), 98]), request([*range(8), 99])
+    leader, ended, waiting = request(range(40)), request([*range(8), 98]), request([*range(8), 99])
     flights.lead(leader)
-    assert flights.follow(gone, 0)
-    assert flights.follow(left, 0)
-    assert flights.leave(gone) == []
-    assert flights.leave(leader) == [left]
+    assert flights.follow(ended, 0)
+    assert flights.follow(waiting, 0)
+    assert flights.leave(ended) == []
+    assert flights.leave(leader) == [waiting]
     assert flights.leave(leader) == []
-    assert not flights.follow(left, 0)
+    assert not flights.follow(waiting, 0)
 
 
 def test_one_of_two_leaders_of_a_prefix_may_leave_first() -> None:
@@ -223,7 +232,7 @@ def test_requests_follow_by_tokens_and_not_by_fingerprints(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_concurrent_requests_compute_each_shared_block_once(seed: int) -> None:
-    """Prompts that branch at blocks only, cancelled ones among them; nothing is evicted."""
+    """Prompts branch at the ends of blocks only, and nothing is evicted."""
     rng = random.Random(seed)
     bench = Bench(
         num_blocks=2048, max_step_tokens=rng.choice((5, 16, 64, 500)), max_running_requests=rng.choice((1, 3, 50))
@@ -231,16 +240,17 @@ def test_concurrent_requests_compute_each_shared_block_once(seed: int) -> None:
     paths: list[list[int]] = [[]]
     for branch in range(30):
         paths.append([*rng.choice(paths), *([1000 + branch] * rng.choice((4, 8, 20)))])
-    prompts = [[*rng.choice(paths), 5000 + i, *fresh(rng, rng.randrange(6))] for i in range(60)]
-    waiting = list(prompts)
+    prompts = [[*rng.choice(paths), 5000 + i, *random_ids(rng, rng.randrange(6))] for i in range(60)]
+    unsent = list(prompts)
     futures = []
-    while waiting or bench.core.has_work:
-        for _ in range(min(len(waiting), rng.randrange(20))):
-            futures.append(bench.submit(waiting.pop()))
+    while unsent or bench.core.has_work:
+        for _ in range(min(len(unsent), rng.randrange(20))):
+            futures.append(bench.submit(unsent.pop()))
         bench.core.step()
         bench.cache.check()
     assert bench.runner.computed_tokens == num_distinct_prefixes(prompts)
-    assert [future.result(0).next_token_id for future in futures] == [next_token(tokens(p)) for p in prompts[::-1]]
+    sent = reversed(prompts)
+    assert [future.result(0).next_token_id for future in futures] == [next_token(tokens(p)) for p in sent]
     assert not bench.core._flights._waits
     assert not bench.core._flights._leaders
 
@@ -249,7 +259,7 @@ def test_concurrent_requests_compute_each_shared_block_once(seed: int) -> None:
 def test_many_requests_that_are_cancelled_purged_and_failed_leave_no_follower_behind(seed: int) -> None:
     rng = random.Random(seed)
     bench = Bench(num_blocks=100, max_step_tokens=rng.choice((5, 16, 64)), max_running_requests=rng.choice((2, 8)))
-    stems = [fresh(rng, 60) for _ in range(3)]
+    stems = [random_ids(rng, 60) for _ in range(3)]
     futures = {}
     for i in range(150):
         prompt = [*rng.choice(stems)[: rng.randint(1, 60)], 5000 + i]

@@ -35,8 +35,8 @@ def test_a_day_is_read_as_it_was_written(files: DayFiles, tmp_path: Path) -> Non
     files.write(DAY, USE)
     assert files.read(DAY) == USE
     assert files.read(DAY + 1) is None
-    tree = json.loads(path_of(tmp_path).read_text())
-    assert tree["tenants"]["acme"] == {"requests": 2, "device_token_s": 57_600.25}  # stable names, without zeros
+    content = json.loads(path_of(tmp_path).read_text())
+    assert content["tenants"]["acme"] == {"requests": 2, "device_token_s": 57_600.25}  # fields that are 0 are left out
     assert path_of(tmp_path).stat().st_mode & 0o777 == 0o600
 
 
@@ -62,14 +62,14 @@ def test_a_day_is_read_as_it_was_written(files: DayFiles, tmp_path: Path) -> Non
 def test_a_damaged_file_is_renamed_and_logged(
     files: DayFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
-    data = text.encode("utf-8", "surrogateescape")
+    damaged_bytes = text.encode("utf-8", "surrogateescape")
     for number in range(2):
-        path_of(tmp_path).write_bytes(data)
+        path_of(tmp_path).write_bytes(damaged_bytes)
         assert files.read(DAY) is None
         assert not path_of(tmp_path).exists()
-        aside = path_of(tmp_path, f"2026-11-28.json.damaged{'-1' * number}")
-        assert aside.read_bytes() == data
-        assert aside.name in caplog.records[-1].getMessage()
+        renamed_path = path_of(tmp_path, f"2026-11-28.json.damaged{'-1' * number}")
+        assert renamed_path.read_bytes() == damaged_bytes
+        assert renamed_path.name in caplog.records[-1].getMessage()
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
     assert "secret" not in caplog.text
     files.write(DAY, USE)
@@ -105,21 +105,21 @@ def test_two_servers_cannot_use_a_directory(files: DayFiles, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"server\.statement_path: another process uses .*; give each server a"):
         DayFiles.open(tmp_path / "made" / "here")
     files.close()
-    again = DayFiles.open(tmp_path / "made" / "here")
+    second = DayFiles.open(tmp_path / "made" / "here")
     with pytest.raises(ConfigError, match="another process uses"):
         DayFiles.open(tmp_path / "made" / "here")
-    files._lock = os.dup(again._lock)  # for the fixture
-    again.close()
+    files._lock = os.dup(second._lock)  # so that the fixture can close `files` once more
+    second.close()
 
 
-def test_replicas_use_subdirectories_which_they_find_again(tmp_path: Path) -> None:
+def test_each_replica_uses_a_subdirectory_which_it_finds_again_after_a_restart(tmp_path: Path) -> None:
     first, second = DayFiles.open_for_replica(tmp_path), DayFiles.open_for_replica(tmp_path)
     assert [each._directory.name for each in (first, second)] == ["replica-0", "replica-1"]
     first.write(DAY, USE)
     first.close()
-    again = DayFiles.open_for_replica(tmp_path)
-    assert again.read(DAY) == USE
-    again.close()
+    restarted = DayFiles.open_for_replica(tmp_path)
+    assert restarted.read(DAY) == USE
+    restarted.close()
     second.close()
 
 

@@ -22,7 +22,7 @@ def test_an_estimate_is_within_a_hundredth_of_a_replay(
 ) -> None:
     prompts = conversations(seed, 2500)
     truth = true_share(prompts, ceiling_blocks, policy)
-    assert truth > 0.05, "the ceiling matters"
+    assert truth > 0.05, "twice the ceiling saves a noticeable share"
     for max_sampled_blocks in (16_384, 3000):
         monkeypatch.setattr(quota_shadow, "MAX_SAMPLED_BLOCKS", max_sampled_blocks)
         shadow = QuotaShadow(ceiling_blocks, SIZE)
@@ -36,14 +36,16 @@ def test_a_hash_is_that_of_a_token_and_of_all_tokens_before_it() -> None:
     first = hashes.compute(spell("abcd"), 1).tolist()
     assert len(first) == 4
     assert hashes.compute(spell("abcx"), 1).tolist()[:3] == first[:3]
-    assert hashes.compute(spell("abcd" + "x" * 20_000), 1).tolist()[:4] == first  # also after more factors were drawn
-    others = [
+    assert (
+        hashes.compute(spell("abcd" + "x" * 20_000), 1).tolist()[:4] == first
+    )  # a longer prompt draws more random factors
+    different_hashes = [
         *hashes.compute(spell("abcx"), 1).tolist()[3:],
         *hashes.compute(spell("xbcd"), 1).tolist(),
         *hashes.compute(spell("abcd"), 2).tolist(),
         *PrefixHashes().compute(spell("abcd"), 1).tolist(),
     ]
-    assert not set(others) & set(first)
+    assert not set(different_hashes) & set(first)
     assert hashes.compute(b"", 1).size == 0
 
 
@@ -58,8 +60,8 @@ def shadows_of(ceiling_blocks: int = 2) -> QuotaShadows:
     return QuotaShadows({"acme": ceiling_blocks}, 4)
 
 
-def settled(shadows: QuotaShadows) -> int:
-    """Return what was estimated for acme, when everything is replayed."""
+def close_and_settle(shadows: QuotaShadows) -> int:
+    """Replay everything, and return the tokens that `acme` is estimated to save with twice its ceiling."""
     shadows.close()
     ledger = TenantLedger(4, ["acme"], clock=FakeClock())
     shadows.settle(ledger)
@@ -69,48 +71,63 @@ def settled(shadows: QuotaShadows) -> int:
 
 
 def request(text: str, num_read: int | None = None, num_written: int | None = None, seed: int = 0) -> ShadowRequest:
-    read = len(text) if num_read is None else num_read
-    return ShadowRequest(seed, spell(text), read, len(text) if num_written is None else num_written)
+    """Make a request that may read and write this many tokens; all, if None."""
+    num_read = len(text) if num_read is None else num_read
+    num_written = len(text) if num_written is None else num_written
+    return ShadowRequest(seed, spell(text), num_read, num_written)
 
 
 def test_blocks_that_only_twice_the_ceiling_keeps_count() -> None:
     shadows = shadows_of()
-    for text in ("aaaabbbb", "ccccdddd", "aaaabbbbe"):  # after the second, two blocks have no room for the first
+    for text in (
+        "aaaabbbb",
+        "ccccdddd",
+        "aaaabbbbe",
+    ):  # the second prompt evicts the first one if two blocks are allowed
         shadows.put("acme", request(text))
-    assert settled(shadows) == 8
+    assert close_and_settle(shadows) == 8
 
 
-def test_the_last_token_is_never_saved() -> None:
+def test_the_block_with_the_last_token_of_a_prompt_is_never_saved() -> None:
     shadows = shadows_of()
     for text in ("aaaabbbb", "ccccdddd", "aaaabbbb"):
         shadows.put("acme", request(text))
-    assert settled(shadows) == 4
+    assert close_and_settle(shadows) == 4
 
 
 def test_the_beginning_of_a_prompt_is_kept_longest() -> None:
     shadows = shadows_of()
-    for text in ("aaaabbbb", "ccccddddeeee", "aaaaffff"):  # of five blocks, twice the ceiling has no room for one
+    for text in (
+        "aaaabbbb",
+        "ccccddddeeee",
+        "aaaaffff",
+    ):  # the first two prompts have five blocks, of which four are kept
         shadows.put("acme", request(text))
-    assert settled(shadows) == 4
+    assert close_and_settle(shadows) == 4
 
 
 def test_a_partly_filled_block_takes_a_block_and_is_saved_if_the_prompt_continues() -> None:
     shadows = shadows_of(3)
     for text in ("aaaabbb", "ccccddddeeee", "aaaabbbbf"):
         shadows.put("acme", request(text))
-    assert settled(shadows) == 4 + 3
+    assert close_and_settle(shadows) == 4 + 3
     shadows = shadows_of(2)
-    for text in ("aaaabbb", "ccccddd", "eeee", "aaaabbbf"):  # the partly filled block of the first has no room
+    for text in (
+        "aaaabbb",
+        "ccccddd",
+        "eeee",
+        "aaaabbbf",
+    ):  # there is no room for the partly filled block of the first prompt
         shadows.put("acme", request(text))
-    assert settled(shadows) == 4
+    assert close_and_settle(shadows) == 4
 
 
 @pytest.mark.parametrize(("second", "expected"), [("aaaabbbb", 4), ("aaaaxxxx", 0)])
 def test_a_longer_prompt_replaces_a_partly_filled_block_and_another_one_does_not(second: str, expected: int) -> None:
     shadows = shadows_of()
-    for text in ("cccc", "aaaab", second, "dddd", "cccce"):  # four blocks, or five with that of `b`
+    for text in ("cccc", "aaaab", second, "dddd", "cccce"):  # four blocks, or five if that of "b" is not replaced
         shadows.put("acme", request(text))
-    assert settled(shadows) == expected
+    assert close_and_settle(shadows) == expected
 
 
 def test_requests_that_read_or_write_nothing_count_as_such() -> None:
@@ -119,14 +136,14 @@ def test_requests_that_read_or_write_nothing_count_as_such() -> None:
     shadows.put("acme", request("ccccdddd"))
     shadows.put("acme", request("aaaabbbbe"))
     shadows.put("acme", request("ccccddddf", num_read=0))
-    assert settled(shadows) == 0
+    assert close_and_settle(shadows) == 0
 
 
 def test_namespaces_share_nothing() -> None:
     shadows = shadows_of()
     for text, seed in (("aaaabbbb", 1), ("ccccdddd", 1), ("aaaabbbbe", 2)):
         shadows.put("acme", request(text, seed=seed))
-    assert settled(shadows) == 0
+    assert close_and_settle(shadows) == 0
 
 
 def test_only_tenants_with_a_ceiling_have_shadows() -> None:
@@ -138,10 +155,10 @@ def test_only_tenants_with_a_ceiling_have_shadows() -> None:
 def test_requests_beyond_the_bound_are_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(quota_shadow, "_MAX_WAITING_BYTES", quota_shadow._REQUEST_BYTES + 1)  # an empty one has room
+    monkeypatch.setattr(quota_shadow, "_MAX_WAITING_BYTES", quota_shadow._REQUEST_BYTES + 1)
     shadows = shadows_of()
-    with shadows._lock:  # the thread cannot account what it has replayed
-        monkeypatch.setattr(shadows, "_num_waiting_bytes", 2)
+    with shadows._lock:
+        monkeypatch.setattr(shadows, "_num_waiting_bytes", 2)  # so that there is no room for another request
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             shadows.put("acme", request(""))

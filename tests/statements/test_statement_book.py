@@ -23,7 +23,7 @@ DAY = day_number("2026-11-30")
 
 
 class Desk:
-    """A ledger, its book and its files, in one thread."""
+    """A ledger with its book and its files, and an engine that runs calls at once, on the thread of the caller."""
 
     def __init__(self, path: Path, clock: FakeClock, interval_s: float = 60.0) -> None:
         self.clock = clock
@@ -36,6 +36,7 @@ class Desk:
         return DAY * DAY_S + 100.0 + self.clock.now_s
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run a function as the engine does: if its result is a generator, all slices are run."""
         future: Future[Any] = Future()
         result = function()
         future.set_result(all_slices(result) if hasattr(result, "send") else result)
@@ -44,10 +45,12 @@ class Desk:
     def save(self) -> None:
         self.book.save(self.call)
 
-    def lines(self, since: str = "", until: str = "", tenant: str | None = None, **options: bool) -> list[Any]:
+    def statement_lines(
+        self, since: str = "", until: str = "", tenant: str | None = None, **options: bool
+    ) -> list[Any]:
         days = DayRange.read(since, until, self.book.today())
-        present = all_slices(self.book.days_in_memory(tenant))
-        statement = self.book.statement(days, present, tenant, **{"is_daily": False, **options})
+        days_in_memory = all_slices(self.book.days_in_memory(tenant))
+        statement = self.book.statement(days, days_in_memory, tenant, **{"is_daily": False, **options})
         return [(line.period, line.tenant, line.use.requests) for line in statement.lines]
 
 
@@ -64,18 +67,23 @@ def test_a_statement_adds_up_saved_days_and_the_present_one(desk: Desk) -> None:
     desk.ledger.count("a", {"requests": 2})
     desk.save()
     desk.ledger.count("a", {"requests": 4})
-    assert desk.lines() == [("2026-11", "a", 7), ("2026-11", "b", 10)]
-    assert desk.lines(is_daily=True) == [("2026-11-29", "a", 1), ("2026-11-29", "b", 10), ("2026-11-30", "a", 6)]
-    assert desk.lines("2026-10", tenant="a") == [("2026-10", "a", 100), ("2026-11", "a", 7)]
-    assert desk.lines("2026-11-29", "2026-11-29", tenant="b") == [("2026-11", "b", 10)]
-    assert desk.lines(tenant="c") == []
+    assert desk.statement_lines() == [("2026-11", "a", 7), ("2026-11", "b", 10)]
+    assert desk.statement_lines(is_daily=True) == [
+        ("2026-11-29", "a", 1),
+        ("2026-11-29", "b", 10),
+        ("2026-11-30", "a", 6),
+    ]
+    assert desk.statement_lines("2026-10", tenant="a") == [("2026-10", "a", 100), ("2026-11", "a", 7)]
+    assert desk.statement_lines("2026-11-29", "2026-11-29", tenant="b") == [("2026-11", "b", 10)]
+    assert desk.statement_lines(tenant="c") == []
 
 
 def test_the_seconds_that_were_accounted_are_reported(desk: Desk) -> None:
     desk.files.write(DAY - 1, DayUse(50.0, {}))
     desk.clock.now_s = 7.0
-    present = all_slices(desk.book.days_in_memory(None))
-    assert desk.book.statement(DayRange.read("", "", DAY), present, None, is_daily=False).covered_s == 57.0
+    days_in_memory = all_slices(desk.book.days_in_memory(None))
+    statement = desk.book.statement(DayRange.read("", "", DAY), days_in_memory, None, is_daily=False)
+    assert statement.covered_s == 50.0 + 7.0
 
 
 def test_closed_days_are_saved_once_and_then_read_from_their_files(desk: Desk) -> None:
@@ -84,22 +92,22 @@ def test_closed_days_are_saved_once_and_then_read_from_their_files(desk: Desk) -
     desk.ledger.count("a", {"requests": 2})
     desk.save()
     assert set(all_slices(desk.ledger.days())) == {DAY + 3}
-    assert desk.lines("2026-11") == [("2026-11", "a", 1), ("2026-12", "a", 2)]
+    assert desk.statement_lines("2026-11") == [("2026-11", "a", 1), ("2026-12", "a", 2)]
 
 
-def test_a_killed_process_loses_what_was_used_since_the_last_save(desk: Desk, tmp_path: Path) -> None:
+def test_a_killed_process_loses_the_use_since_the_last_save(desk: Desk, tmp_path: Path) -> None:
     desk.ledger.count("a", {"requests": 1})
     desk.ledger.resize("a", DEVICE, 2)
     desk.clock.now_s = 60.0
     desk.save()
     desk.ledger.count("a", {"requests": 1})
     desk.files.close()
-    again = Desk(tmp_path, desk.clock)
-    again.clock.now_s += 5.0
-    use = again.ledger.use_of("a")
+    restarted = Desk(tmp_path, desk.clock)
+    restarted.clock.now_s += 5.0
+    use = restarted.ledger.use_of("a")
     assert use == Use(requests=1, device_token_s=2 * 16 * 60.0)
-    assert all_slices(again.ledger.days())[DAY].covered_s == 65.0
-    desk.files = again.files
+    assert all_slices(restarted.ledger.days())[DAY].covered_s == 60.0 + 5.0
+    desk.files = restarted.files  # which the fixture closes
 
 
 def test_a_clean_end_loses_nothing(tmp_path: Path) -> None:
@@ -107,9 +115,9 @@ def test_a_clean_end_loses_nothing(tmp_path: Path) -> None:
     desk.book.start(desk.call)
     desk.ledger.count("a", {"requests": 1})
     desk.book.close(has_engine_ended=True)
-    again = Desk(tmp_path, desk.clock)
-    assert again.ledger.use_of("a") == Use(requests=1)
-    again.book.close(has_engine_ended=True)
+    restarted = Desk(tmp_path, desk.clock)
+    assert restarted.ledger.use_of("a") == Use(requests=1)
+    restarted.book.close(has_engine_ended=True)
     DayFiles.open(tmp_path).close()  # the lock is free
 
 
@@ -165,7 +173,7 @@ def test_a_directory_that_cannot_be_written_is_logged_once_and_tried_again(
         desk.save()
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "No space left on device; it is tried again every 60 s" in caplog.text
-    assert desk.lines("2026-11") == [("2026-11", "a", 1)]  # nothing is forgotten before it is saved
+    assert desk.statement_lines("2026-11") == [("2026-11", "a", 1)]  # nothing is forgotten before it is saved
     with caplog.at_level(logging.INFO):
         desk.save()
     assert caplog.records[-1].getMessage() == "statements: writing works again"
@@ -190,6 +198,6 @@ def test_a_statement_that_is_too_long_is_refused(desk: Desk, monkeypatch: pytest
     monkeypatch.setattr(statement_book, "MAX_LINES", 3)
     for day in range(DAY - 3, DAY):
         desk.files.write(day, DayUse(50.0, {"a": Use(requests=1), "b": Use(requests=1)}))
-    assert len(desk.lines(is_daily=True, tenant="a")) == 3
+    assert len(desk.statement_lines(is_daily=True, tenant="a")) == 3
     with pytest.raises(InvalidRequest, match="expected at most 3 lines, got more in 30 days; request fewer days, mo"):
-        desk.lines(is_daily=True)
+        desk.statement_lines(is_daily=True)

@@ -23,11 +23,13 @@ def test_bytes_are_those_of_the_tensor(kv_dtype: str, shape: KVShape) -> None:
     assert pool.values.nbytes + scale_bytes == pool.blocks.nbytes == 5 * storage.block_bytes
 
 
+# Bytes of a vector of 8 numbers: bfloat16, or 8 bits per number and a scale of 4 bytes; k8v4 has 8 bits per number of
+# keys, and 4 of values, so that the mean is 6 bytes.
 @pytest.mark.parametrize(
-    ("kv_dtype", "token_bytes"), [("auto", 2 * 8), ("fp8", 8 + 4), ("int8", 8 + 4), ("k8v4", 6 + 4)]
+    ("kv_dtype", "vector_bytes"), [("auto", 2 * 8), ("fp8", 8 + 4), ("int8", 8 + 4), ("k8v4", 6 + 4)]
 )
-def test_a_token_has_two_vectors_per_layer_and_head(kv_dtype: str, token_bytes: int) -> None:
-    assert SHAPE.stored_as(kv_dtype).token_bytes == 3 * 2 * 2 * token_bytes
+def test_a_token_has_two_vectors_per_layer_and_head(kv_dtype: str, vector_bytes: int) -> None:
+    assert SHAPE.stored_as(kv_dtype).token_bytes == 3 * 2 * 2 * vector_bytes
 
 
 @pytest.mark.parametrize("kv_dtype", LATENT_DTYPES)
@@ -38,10 +40,10 @@ def test_a_latent_token_has_the_bytes_that_a_plan_counts(kv_dtype: str) -> None:
         assert shape.token_bytes == 3 * 576 * 2
 
 
-@pytest.mark.parametrize(("kv_dtype", "least"), [("fp8", 1.9), ("int8", 1.9), ("k8v4", 2.5)])
-def test_more_tokens_of_128_dimensions_fit(kv_dtype: str, least: float) -> None:
+@pytest.mark.parametrize(("kv_dtype", "min_ratio"), [("fp8", 1.9), ("int8", 1.9), ("k8v4", 2.5)])
+def test_quantization_makes_room_for_more_tokens_if_heads_have_128_dimensions(kv_dtype: str, min_ratio: float) -> None:
     shape = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    assert shape.token_bytes / shape.stored_as(kv_dtype).token_bytes >= least
+    assert shape.token_bytes / shape.stored_as(kv_dtype).token_bytes >= min_ratio
 
 
 @pytest.mark.parametrize(
@@ -69,9 +71,9 @@ def test_layers_of_different_heads_add_up() -> None:
     assert shape.of((0, 2)) == KVShape(2, 8, 256, torch.bfloat16)
     assert shape.of(()).token_bytes == 0
     assert shape.stored_as("int8").token_bytes == 2 * (2 * 8 * (256 + 4) + 2 * (512 + 4))
-    alike = KVShape.of_layers([KVHeads(2, 8)] * 3, torch.bfloat16)
-    assert alike == KVShape(3, 2, 8, torch.bfloat16)
-    assert alike.alike == ((0, 1, 2),)
+    uniform = KVShape.of_layers([KVHeads(2, 8)] * 3, torch.bfloat16)
+    assert uniform == KVShape(3, 2, 8, torch.bfloat16)
+    assert uniform.alike == ((0, 1, 2),)
 
 
 def test_k8v4_needs_an_even_size_in_every_layer() -> None:
@@ -79,6 +81,6 @@ def test_k8v4_needs_an_even_size_in_every_layer() -> None:
         KVShape.of_layers([KVHeads(2, 8), KVHeads(2, 7)], torch.float32).stored_as("k8v4")
 
 
-def test_k8v4_needs_keys_that_are_not_values() -> None:
+def test_k8v4_is_refused_for_latents_which_are_keys_and_values() -> None:
     with pytest.raises(ConfigError, match=r"^cache\.kv_dtype: expected another format for .* latents, .* got k8v4$"):
         LATENT.stored_as("k8v4")

@@ -1,4 +1,4 @@
-"""Parts of payloads, compared with the tensors of the pool."""
+"""The bytes of layers in the payload of a block, compared with the tensors of the pool."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_layers_of_a_payload_are_those_of_the_pool(dtype: torch.dtype, is_latent
         expected = bytes(pool.values[3, layer].contiguous().view(torch.uint8).numpy())
         if pool.scales is not None:
             expected += bytes(np.ascontiguousarray(pool.scales[3, layer].numpy()))
-        cut = layers.cut(payload, Layers(layer, 1))
-        assert bytes(cut) == expected
-        assert len(cut) == layers.size_of(1)
-        assert cut.obj is not payload.obj, "the other layers need not stay in memory"
+        layer_bytes = layers.cut(payload, Layers(layer, 1))
+        assert bytes(layer_bytes) == expected
+        assert len(layer_bytes) == layers.size_of(1)
+        assert layer_bytes.obj is not payload.obj, "a copy, so that the other layers need not stay in memory"
     assert layers.cut(payload, layers.range_of(0, 0)) is payload
 
 
@@ -39,7 +39,7 @@ def test_a_pool_without_layers_has_payloads_of_no_bytes() -> None:
     assert LayerBytes.of(pool_of(torch.float32, num_layers=0)).num_layers == 0
 
 
-def test_ranges_that_are_not_there_are_refused_by_name() -> None:
+def test_a_range_of_layers_that_does_not_exist_is_refused_with_the_name_of_its_field() -> None:
     layers = LayerBytes(4, 10, 0)
     assert layers.range_of(0, 0) == (0, 4)
     assert layers.range_of(1, 0) == layers.range_of(1, 3) == (1, 3)

@@ -26,18 +26,21 @@ def test_layers_with_a_window_below_the_longest_sequence_are_windowed(
 
 @pytest.mark.parametrize("windows", [(8, None, 8), (8, 8, 8)], ids=["some layers", "all layers"])
 @pytest.mark.parametrize("is_by_layer", [False, True])
-def test_each_pool_has_its_layers(windows: tuple[int | None, ...], is_by_layer: bool) -> None:
+def test_windowed_layers_have_a_pool_of_parts_and_other_layers_a_pool_of_blocks(
+    windows: tuple[int | None, ...], is_by_layer: bool
+) -> None:
     groups = LayerGroups.of(windows, None)
     shape = KVShape(3, 2, 8, torch.bfloat16)
     storage = KVStorage(10, 16, shape, torch.device("cpu"), is_by_layer=is_by_layer, groups=groups, num_parts=4)
-    (parts,) = storage.part_pools
-    assert (storage.pool.num_layers, parts.num_layers) == (3 - groups.num_windowed, groups.num_windowed)
-    assert [place.pool for place in storage.layer_locations] == [int(window is not None) for window in windows]
+    (part_pool,) = storage.part_pools
+    assert (storage.pool.num_layers, part_pool.num_layers) == (3 - groups.num_windowed, groups.num_windowed)
+    assert [location.pool for location in storage.layer_locations] == [int(window is not None) for window in windows]
     assert storage.block_bytes + storage.part_bytes == 16 * shape.token_bytes
-    assert storage.num_bytes == storage.pool.blocks.nbytes + parts.blocks.nbytes
+    assert storage.num_bytes == storage.pool.blocks.nbytes + part_pool.blocks.nbytes
 
 
-def test_layers_count_by_themselves_in_each_pool() -> None:
+def test_layers_are_numbered_separately_in_each_pool() -> None:
+    """A location is the index of the pool, and the index of the layer in this pool."""
     groups = LayerGroups.of((8, None, 8, None, None), None)
     storage = KVStorage(2, 16, KVShape(5, 2, 8, torch.bfloat16), torch.device("cpu"), groups=groups, num_parts=1)
     assert storage.layer_locations == ((1, 0), (0, 0), (1, 1), (0, 1), (0, 2))
@@ -45,7 +48,7 @@ def test_layers_count_by_themselves_in_each_pool() -> None:
 
 @pytest.mark.parametrize("is_by_layer", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_each_shape_has_a_pool_among_blocks_and_among_parts(dtype: torch.dtype, is_by_layer: bool) -> None:
+def test_layers_of_each_shape_have_a_pool_of_blocks_and_a_pool_of_parts(dtype: torch.dtype, is_by_layer: bool) -> None:
     small = KVHeads(2, 8)
     large = KVHeads(1, 24)
     shape = KVShape.of_layers([small, large, small, large, large], dtype)

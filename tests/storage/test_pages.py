@@ -15,23 +15,25 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize("is_by_layer", [False, True])
 def test_free_blocks_return_their_memory_and_the_others_keep_what_they_hold(is_by_layer: bool) -> None:
-    size = {"num_layers": 3, "num_kv_heads": 2, "block_size": 16, "head_dim": 64}
-    pool = KVPool.allocate(512, **size, dtype=torch.float32, is_by_layer=is_by_layer)
+    shape = {"num_layers": 3, "num_kv_heads": 2, "block_size": 16, "head_dim": 64}
+    pool = KVPool.allocate(512, **shape, dtype=torch.float32, is_by_layer=is_by_layer)
     use_small_pages(pool)
     pool.values.fill_(1.0)
-    full = resident_bytes()
+    full_bytes = resident_bytes()
     is_free = np.zeros(512, dtype=np.bool_)
     is_free[100:400] = True
     is_free[450] = True
-    assert release_pages(pool, is_free, np.ones(512, dtype=np.bool_))
-    num_bytes = 300 * pool.blocks[0].numel()
-    assert full - resident_bytes() > 0.9 * num_bytes
+    is_touched = np.ones(512, dtype=np.bool_)
+    assert release_pages(pool, is_free, is_touched)
+    released_bytes = 300 * pool.blocks[0].nbytes  # without block 450, which may share its pages with neighbors
+    assert full_bytes - resident_bytes() > 0.9 * released_bytes
     assert (pool.values[~torch.from_numpy(is_free)] == 1).all()
     assert (pool.values[100:400] == 0).all()
 
 
-def test_blocks_that_were_never_written_cost_no_call() -> None:
+def test_blocks_that_were_never_written_are_not_released() -> None:
     pool = KVPool.allocate(8, num_layers=1, num_kv_heads=1, block_size=16, head_dim=64, dtype=torch.float32)
     pool.values.fill_(1.0)
-    assert release_pages(pool, np.ones(8, dtype=np.bool_), np.zeros(8, dtype=np.bool_))
+    is_free, is_touched = np.ones(8, dtype=np.bool_), np.zeros(8, dtype=np.bool_)
+    assert release_pages(pool, is_free, is_touched)
     assert (pool.values == 1).all()

@@ -15,16 +15,18 @@ def test_a_slot_takes_the_bytes_of_all_layers() -> None:
     assert pool.states[: pool.num_slots].nbytes == 5 * SHAPE.slot_bytes
 
 
-def test_a_sequence_begins_with_zeros() -> None:
+def test_the_state_from_which_sequences_begin_is_zero_and_takes_no_slot() -> None:
     pool = StatePool(5, SHAPE, torch.device("cpu"))
     assert pool.start not in range(pool.num_slots)
     assert not pool.states[pool.start].any()
 
 
-def test_a_pool_without_slots_still_has_a_beginning() -> None:
+def test_a_pool_without_slots_still_has_the_state_from_which_sequences_begin() -> None:
     assert StatePool(0, SHAPE, torch.device("cpu")).states.shape == (1, 3, 2, 8)
 
 
 def test_too_many_slots_are_refused_by_their_bytes() -> None:
-    with pytest.raises(ConfigError, match=rf"^cache\.state_bytes: {2**50} states need {96 * 2**50} bytes on cpu"):
+    with pytest.raises(
+        ConfigError, match=rf"^cache\.state_bytes: {2**50} states need {SHAPE.slot_bytes * 2**50} bytes on cpu"
+    ):
         StatePool(2**50, SHAPE, torch.device("cpu"))

@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -30,7 +30,7 @@ from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace, PromptKey
 
 DIGEST = "5d1e6c0ffee"
-# Names that a careless key would join, fold or normalize into each other, and one digest in every role.
+# Names that a careless key would join, fold or normalize into each other, and one digest as a name of everything.
 NAMES = (
     "",
     "a",
@@ -52,8 +52,8 @@ ADAPTERS = ("", DIGEST, f"{DIGEST}@0", f"{DIGEST}@7", "a", "é")
 MODELS = ("model", "model:int8", DIGEST)
 NAMESPACES = [Namespace(*names) for names in itertools.product(MODELS, NAMES, ADAPTERS, NAMES)]
 
-INVOKED = ("1nv0ked", "1nv0ked2")
-# What must never happen, and what must, or the walk proves nothing.
+INVOKED = ("1nv0ked", "1nv0ked2")  # digests of adapters that prompts invoke
+# Events that must never happen, and events that must happen, or else the walk proves nothing.
 WRONG = (
     "cross-namespace reuses",
     "wrong purges",
@@ -76,21 +76,21 @@ WANTED = (
     "public prefixes that drain",
 )
 
-_OPTED_OUT = ("a", "é")
+_OPTED_OUT = ("a", "é")  # tenants that do not use public prefixes
 _BLOCK_SIZE, _NUM_BLOCKS, _NUM_PROMPTS, _MAX_TOKENS = 4, 600, 24, 30
 
 
 class _ConstantHash:
-    """A hash of nothing."""
+    """Stands in for a hash function whose values all collide."""
 
     def __init__(self, *_: object) -> None:
         pass
 
     def update(self, _: object) -> None:
-        """Take bytes, and forget them."""
+        """Ignore the bytes."""
 
     def intdigest(self) -> int:
-        """Return the same number for all."""
+        """Return the same number for all inputs."""
         return 7
 
 
@@ -109,10 +109,10 @@ class _Prompt(NamedTuple):
     """A prompt in a namespace.
 
     Attributes:
-        tokens: as the cache knows them.
-        invoked: digest of the adapter that is invoked in it; empty for none.
-        path: its tokens, each with what computes it.
-        numbers: of its prefixes in this namespace.
+        tokens: the tokens as the cache receives them, with the marks of an invoked adapter.
+        invoked: digest of the adapter that the prompt invokes; empty for none.
+        path: each token, with the digest of the invoked adapter that computes its K/V; empty for none.
+        numbers: the number of each prefix of the prompt in this namespace; see `CollisionWalk`.
     """
 
     namespace: Namespace
@@ -123,19 +123,21 @@ class _Prompt(NamedTuple):
 
 
 class CollisionWalk:
-    """A cache, and for each slot of its blocks the namespace and the prefix whose K/V it holds.
+    """A cache, and for each slot of its blocks the number of the namespace and prefix whose K/V it holds.
 
-    The same few prompts are used in all namespaces, so that a reuse across two of them would be possible. Some of their
-    beginnings are public for a time. Adapters are invoked in some prompts of the base model: what comes before
-    has one number, what follows has another for each adapter.
+    The same few prompts are used in all namespaces, so that a reuse across two of them would be possible. Some of these
+    prompts are public for a time. Some prompts of the base model invoke an adapter: the prefixes before the invocation
+    have the same numbers as without it, and the prefixes after it have other numbers for each adapter.
 
     Args:
-        seed: of what is random.
+        seed: seed of the random operations.
         num_namespaces: number of namespaces.
-        listeners, marks: of the cache.
+        listeners, marks: arguments of the cache.
 
     Attributes:
         events: kinds of events, each with its count; those of `WRONG` must stay 0.
+        slots: `[num_blocks, block_size]`, the number that each slot holds; -1 before the first write.
+        public: the public prefixes that prompts match, by name.
     """
 
     def __init__(
@@ -147,12 +149,13 @@ class CollisionWalk:
         marks: InvocationMarks | None = None,
     ) -> None:
         self.random = random.Random(seed)
-        of_base = [each for each in NAMESPACES if (each.model, each.adapter) == ("model", "")]
-        chosen = self.random.sample(NAMESPACES, num_namespaces // 2) + self.random.sample(of_base, num_namespaces // 2)
+        base_namespaces = [each for each in NAMESPACES if (each.model, each.adapter) == ("model", "")]
+        chosen = self.random.sample(NAMESPACES, num_namespaces // 2)
+        chosen += self.random.sample(base_namespaces, num_namespaces // 2)
         self.namespaces = list(dict.fromkeys(chosen))
-        stems = [self._ids(_MAX_TOKENS) for _ in range(4)]
+        stems = [self._random_ids(_MAX_TOKENS) for _ in range(4)]
         self.prompts = [
-            (self.random.choice(stems)[: self.random.randrange(_MAX_TOKENS)] + self._ids(9))[:_MAX_TOKENS]
+            (self.random.choice(stems)[: self.random.randrange(_MAX_TOKENS)] + self._random_ids(9))[:_MAX_TOKENS]
             for _ in range(_NUM_PROMPTS)
         ]
         quotas = {tenant: Quota(uses_public_prefixes=False) for tenant in _OPTED_OUT}
@@ -169,11 +172,10 @@ class CollisionWalk:
             self.cache.marks.add(digest)
         self.slots = np.full((_NUM_BLOCKS, _BLOCK_SIZE), -1)
         self.events: Counter[str] = Counter()
-        self.public: dict[str, PublicPrefix] = {}  # by name; those that prompts find
-        self._held: deque[tuple[Lease, np.ndarray]] = deque()  # open leases, and what their slots held
-        self._numbers: dict[
-            tuple[int, tuple[int, str]], int
-        ] = {}  # of a path, by that of the one before and its last step
+        self.public: dict[str, PublicPrefix] = {}
+        self._open_leases: deque[tuple[Lease, np.ndarray]] = deque()  # each with the numbers that its slots hold
+        # The number of a prefix, by the number of the prefix before it and its last step.
+        self._numbers: dict[tuple[int, tuple[int, str]], int] = {}
 
     def run(self, num_operations: int) -> None:
         """Perform random operations, and release everything."""
@@ -188,89 +190,108 @@ class CollisionWalk:
 
     def perform(self, num_operations: int) -> None:
         """Perform random operations."""
-        things = (self._prefill, self._match, self._evict, self._retain, self._purge, self._drain, self._register)
-        for thing in self.random.choices((*things, self._unregister), (70, 20, 4, 4, 1, 1, 3, 1), k=num_operations):
-            thing()
+        weights: dict[Callable[[], None], int] = {
+            self._prefill: 70,
+            self._match: 20,
+            self._evict: 4,
+            self._retain: 4,
+            self._purge: 1,
+            self._drain: 1,
+            self._register: 3,
+            self._unregister: 1,
+        }
+        for operation in self.random.choices(list(weights), list(weights.values()), k=num_operations):
+            operation()
 
     def _prefill(self) -> None:
-        prompt = self._prompt()
+        prompt = self._choose_prompt()
         try:
             lease = self.cache.lease(prompt.namespace, prompt.tokens)
         except CapacityError:
             return
         self._copy(lease)
-        num_public = self._judge(lease.block_ids, prompt, lease.cached_tokens)
+        num_public = self._judge_reuse(lease.block_ids, prompt, lease.cached_tokens)
         self.events["miscounted public tokens"] += lease.public_tokens > num_public
         self.events["right reuses of public tokens"] += lease.public_tokens > 0
         self._write(lease, prompt.numbers)
         lease.commit(self.random.choice((len(prompt.numbers), self.random.randint(0, len(prompt.numbers)))))
-        self._held.append((lease, self._read(lease.block_ids, lease.num_tokens).copy()))
+        self._open_leases.append((lease, self._read(lease.block_ids, lease.num_tokens).copy()))
         self._close_leases(self.random.choice((0, 4, 12, 12, 24)))
 
     def _close_leases(self, num_leases: int) -> None:
-        """Close all open leases but the latest ones. No other lease may have written their blocks."""
-        while len(self._held) > num_leases:
-            lease, held = self._held.popleft()
-            self.events["changes under a lease"] += not np.array_equal(held, self._read(lease.block_ids, held.size))
+        """Close all open leases except the latest ones, and check that no other lease has written their blocks."""
+        while len(self._open_leases) > num_leases:
+            lease, numbers = self._open_leases.popleft()
+            present_numbers = self._read(lease.block_ids, numbers.size)
+            self.events["changes under a lease"] += not np.array_equal(numbers, present_numbers)
             lease.close()
 
     def _match(self) -> None:
-        prompt = self._prompt()
+        prompt = self._choose_prompt()
         match = self.cache.match(prompt.namespace, prompt.tokens)
-        self._judge(match.block_ids, prompt, match.cached_tokens)
+        self._judge_reuse(match.block_ids, prompt, match.cached_tokens)
         former = [PromptKey(each, prompt.tokens) for each in self.random.sample(self.namespaces, 2)]
         self.cache.explain(prompt.namespace, prompt.tokens, match.cached_tokens, former)
 
-    def _judge(self, block_ids: np.ndarray, prompt: _Prompt, cached_tokens: int) -> int:
-        """Compare what is reused with who may have written it. Returns the tokens that the operator wrote."""
-        held = self._read(block_ids, cached_tokens).tolist()
-        theirs = [self._chain(each.namespace.salt, prompt.path) for each in self._usable(prompt.namespace)]
-        is_public = [any(number == each[i] for each in theirs) for i, number in enumerate(held)]
-        is_right = all(public or held[i] == prompt.numbers[i] for i, public in enumerate(is_public))
-        own = [i for i, public in enumerate(is_public) if not public]
+    def _judge_reuse(self, block_ids: np.ndarray, prompt: _Prompt, cached_tokens: int) -> int:
+        """Count events by which namespaces wrote the reused tokens. Returns how many of these tokens are public."""
+        reused_numbers = self._read(block_ids, cached_tokens).tolist()
+        public_numbers = [
+            self._prefix_numbers(prefix.namespace.salt, prompt.path)
+            for prefix in self._usable_prefixes(prompt.namespace)
+        ]
+        is_public: list[bool] = []  # of each reused token
+        is_right = True
+        for position, number in enumerate(reused_numbers):
+            is_public.append(any(numbers[position] == number for numbers in public_numbers))
+            is_right = is_right and (is_public[-1] or number == prompt.numbers[position])
+        own_positions = [position for position in range(cached_tokens) if not is_public[position]]
         self.events["reused tokens"] += cached_tokens
         self.events["reuses"] += cached_tokens > 0
-        self.events["right reuses below public tokens"] += is_right and bool(own) and True in is_public
-        self.events["right reuses by an invoked adapter"] += bool(
-            is_right and cached_tokens and prompt.path[cached_tokens - 1][1]
-        )
+        self.events["right reuses below public tokens"] += is_right and bool(own_positions) and True in is_public
+        if is_right and cached_tokens:
+            _, adapter_of_last_token = prompt.path[cached_tokens - 1]
+            self.events["right reuses by an invoked adapter"] += bool(adapter_of_last_token)
         self.events["cross-namespace reuses"] += not is_right
-        self.events["own tokens before public ones"] += own != list(range(cached_tokens))[cached_tokens - len(own) :]
+        last_positions = list(range(cached_tokens - len(own_positions), cached_tokens))
+        self.events["own tokens before public ones"] += own_positions != last_positions
         return sum(is_public)
 
-    def _usable(self, namespace: Namespace) -> list[PublicPrefix]:
+    def _usable_prefixes(self, namespace: Namespace) -> list[PublicPrefix]:
+        """Return the public prefixes that prompts of a namespace may reuse."""
+        if namespace.tenant in _OPTED_OUT:
+            return []
         key = namespace.model, namespace.adapter
-        found = [each for each in self.public.values() if (each.namespace.model, each.namespace.adapter) == key]
-        return [] if namespace.tenant in _OPTED_OUT else found
+        return [each for each in self.public.values() if (each.namespace.model, each.namespace.adapter) == key]
 
     def _evict(self) -> None:
         self.events["evicted blocks"] += self.cache.evict(self.random.randint(1, 40))
 
     def _retain(self) -> None:
-        prompt = self._prompt()
+        prompt = self._choose_prompt()
         self.cache.retain(prompt.namespace, prompt.tokens, Retention(self.random.choice((20, 50, 80)), None))
 
     def _register(self) -> None:
-        """Make a prompt public. Some are unregistered while they are computed, and some can't be computed."""
-        name, prompt = self.random.choice(NAMES[1:]), self._prompt()
+        """Make a prompt public. Some prefixes are unregistered while they are computed, and some cannot be computed."""
+        name, prompt = self.random.choice(NAMES[1:]), self._choose_prompt()
         try:
             model, adapter = prompt.namespace.model, prompt.namespace.adapter
             prefix = self.cache.public.register(name, model, adapter, prompt.tokens, invoked=prompt.invoked)
         except (CapacityError, InvalidRequest) as error:
             self.events["public prefixes refused for lack of blocks"] += isinstance(error, CapacityError)
             return
-        fate = self.random.choice(("kept", "kept", "kept", "unregistered", "failed"))
+        outcome = self.random.choice(("kept", "kept", "kept", "unregistered", "failed"))
         try:
             with self.cache.lease(prefix.namespace, prompt.tokens) as lease:
                 self.events["cross-namespace reuses"] += lease.cached_tokens > 0
-                self._write(lease, self._chain(prefix.namespace.salt, prompt.path))
-                lease.commit(lease.num_tokens // 2 if fate == "failed" else lease.num_tokens)
-                if fate == "unregistered":
+                self._write(lease, self._prefix_numbers(prefix.namespace.salt, prompt.path))
+                lease.commit(lease.num_tokens // 2 if outcome == "failed" else lease.num_tokens)
+                if outcome == "unregistered":
                     self.cache.public.unregister(name)
         except CapacityError:
-            fate = "failed"
-        self.events[f"public prefixes {fate}"] += 1
-        if fate == "failed":
+            outcome = "failed"
+        self.events[f"public prefixes {outcome}"] += 1
+        if outcome == "failed":
             self.cache.public.abandon(prefix)
             return
         with contextlib.suppress(UnknownPublicPrefix):
@@ -284,34 +305,39 @@ class CollisionWalk:
             self.events["public prefixes that drain"] += prefix.num_users > 0
 
     def _purge(self) -> None:
-        names = self.random.choice(self.namespaces)
-        wanted = {field: self.random.choice((None, getattr(names, field))) for field in ("tenant", "adapter", "salt")}
-        before = {each: self._num_tokens(each) for each in self.namespaces} if self.random.random() < 0.05 else {}
-        self.events["purged blocks"] += self.cache.purge(**wanted).freed_blocks
-        for each, num_tokens in before.items():
-            is_gone = all(want is None or want == getattr(each, field) for field, want in wanted.items())
-            self.events["wrong purges"] += self._num_tokens(each) != (0 if is_gone else num_tokens)
-        for prefix in self.public.values() if before else ():
-            self.events["wrong purges"] += self._num_tokens(prefix.namespace) != prefix.num_tokens
+        namespace = self.random.choice(self.namespaces)
+        named = {
+            field: self.random.choice((None, getattr(namespace, field))) for field in ("tenant", "adapter", "salt")
+        }
+        is_checked = self.random.random() < 0.05  # a check takes long
+        num_tokens_before = {each: self._num_tokens(each) for each in self.namespaces} if is_checked else {}
+        self.events["purged blocks"] += self.cache.purge(**named).freed_blocks
+        for each, num_tokens in num_tokens_before.items():
+            is_named = all(name is None or name == getattr(each, field) for field, name in named.items())
+            self.events["wrong purges"] += self._num_tokens(each) != (0 if is_named else num_tokens)
+        if is_checked:
+            for prefix in self.public.values():
+                self.events["wrong purges"] += self._num_tokens(prefix.namespace) != prefix.num_tokens
 
     def _drain(self) -> None:
         digest = self.random.choice((DIGEST, DIGEST, *INVOKED))
         if digest in INVOKED:
-            self._close_leases(0)  # what held leases use would stay
+            self._close_leases(0)  # blocks that leases use would stay
         all_slices(self.cache.purge_adapter_in_slices(digest))
         self.public = {name: each for name, each in self.public.items() if each.adapter != digest}
-        left = {each.adapter for each in self.namespaces if self._num_tokens(each)}
-        left |= {self.cache.marks.digest_of(node.tokens) for node in self.cache.nodes()}
+        cached_digests = {each.adapter for each in self.namespaces if self._num_tokens(each)}
+        cached_digests |= {self.cache.marks.digest_of(node.tokens) for node in self.cache.nodes()}
         self.events["drains"] += 1
-        self.events["wrong purges"] += digest in left
+        self.events["wrong purges"] += digest in cached_digests
         self.events["wrong purges"] += [each.name for each in self.cache.public] != list(self.public)
 
     def _num_tokens(self, namespace: Namespace) -> int:
-        """Count what is cached for a namespace, in its tree and in those below public prefixes."""
+        """Count the cached tokens of a namespace, in its own tree and in its trees below public prefixes."""
         trees = [tree for each, tree in self.cache._trees.items() if each._replace(public_prefix="") == namespace]
         return sum(len(node.tokens) // 4 for tree in trees for node in tree.nodes())
 
     def _read(self, block_ids: np.ndarray, num_tokens: int) -> np.ndarray:
+        """Return the numbers that the slots of the first tokens hold."""
         return self.slots[block_ids[: -(-num_tokens // _BLOCK_SIZE)]].ravel()[:num_tokens]
 
     def _copy(self, lease: Lease) -> None:
@@ -319,26 +345,32 @@ class CollisionWalk:
             self.slots[lease.copy.target] = self.slots[lease.copy.source]
 
     def _write(self, lease: Lease, numbers: list[int]) -> None:
-        blocks = np.arange(lease.cached_tokens, len(numbers))
-        self.slots[lease.block_ids[blocks // _BLOCK_SIZE], blocks % _BLOCK_SIZE] = numbers[lease.cached_tokens :]
+        positions = np.arange(lease.cached_tokens, len(numbers))
+        block_ids = lease.block_ids[positions // _BLOCK_SIZE]
+        self.slots[block_ids, positions % _BLOCK_SIZE] = numbers[lease.cached_tokens :]
 
-    def _prompt(self) -> _Prompt:
-        """Choose a namespace and a prompt, in which an adapter may be invoked if it is the base model's."""
+    def _choose_prompt(self) -> _Prompt:
+        """Choose a namespace and a prompt, which may invoke an adapter if the namespace is one of a base model."""
         index, ids = self.random.randrange(len(self.namespaces)), self.random.choice(self.prompts)
         tokens, namespace, invoked = np.array(ids, dtype="<u4").tobytes(), self.namespaces[index], ""
         start = self.random.choice((0, 3, 5, 8, 13))
         if not namespace.adapter and start < len(ids) and self.random.random() < 0.5:
             invoked = self.random.choice(INVOKED)
             tokens = self.cache.marks.invocation(invoked, start).marked(tokens)
-        path = [(token, invoked if place >= start else "") for place, token in enumerate(ids)]
-        return _Prompt(namespace, tokens, invoked, path, self._chain(index, path))
+        path = [(token, invoked if position >= start else "") for position, token in enumerate(ids)]
+        return _Prompt(namespace, tokens, invoked, path, self._prefix_numbers(index, path))
 
-    def _ids(self, max_tokens: int) -> list[int]:
+    def _random_ids(self, max_tokens: int) -> list[int]:
         return [self.random.randrange(2) for _ in range(self.random.randint(1, max_tokens))]
 
-    def _chain(self, writer: int | str, path: list[tuple[int, str]]) -> list[int]:
-        """Return the number of each prefix of a path that is written in a namespace, or by an operator (a serial)."""
-        before = -1 - writer if isinstance(writer, int) else -1000 - int(writer)
+    def _prefix_numbers(self, writer: int | str, path: list[tuple[int, str]]) -> list[int]:
+        """Return the number of each prefix of a path, as written in a namespace or for a public prefix.
+
+        Args:
+            writer: the index of the namespace, or the salt of the public prefix, which is a serial number.
+            path: the tokens, each with the adapter that computes it.
+        """
+        before = -1 - writer if isinstance(writer, int) else -1000 - int(writer)  # of the empty prefix
         numbers = []
         for step in path:
             before = self._numbers.setdefault((before, step), len(self._numbers))

@@ -1,9 +1,9 @@
 """A slow and obvious model of the cache, and a memory in which every slot's content is recognizable.
 
-Every (namespace, prefix) gets a number of its own. The pretended K/V of a token is the number of the prefix that it
-ends: as with real K/V, two slots hold the same content only if all tokens before agree. Free and unwritten slots hold
-poison. So a block that was reused wrongly, published too early, freed while used or overwritten shows as a wrong
-number.
+Every prefix in a namespace gets a number of its own, its identity. The identity of the prefix that a token ends stands
+in for the K/V of this token: as with real K/V, two slots hold the same content only if all tokens up to them are equal.
+Free and unwritten slots hold poison. So a block that was reused wrongly, published too early, freed while in use, or
+overwritten shows as a wrong number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.cache.walk.retention_oracle import RetentionOracle
 
 FREE = -1
 UNWRITTEN = -2
-STEP_TOKENS = 7  # that one request computes at most
+STEP_TOKENS = 7  # maximum number of tokens that one request computes in one step of windowed layers
 
 Identities = npt.NDArray[np.int64]
 
@@ -46,22 +46,23 @@ class Oracle:
         self._handed_out: set[int] = set()
         self._published: set[int] = set()
         self._ever_published: set[int] = set()
-        self._longest: dict[int, tuple[Namespace, bytes]] = {}  # published runs by their last identity
+        # By last identity: the published prompts that no other one continues.
+        self._longest: dict[int, tuple[Namespace, bytes]] = {}
 
     def identities(self, namespace: Namespace, tokens: bytes) -> Identities:
-        """Return the number of each prefix of a prompt."""
+        """Return the identity of each prefix of a prompt."""
         numbers = []
-        before: object = tuple(namespace)  # so that namespaces are not compared as in the cache
+        before: object = tuple(namespace)  # a plain tuple, so that namespaces are not compared as in the cache
         for token in np.frombuffer(tokens, dtype="<u4").tolist():
             before = self._identities.setdefault((before, token), len(self._identities))
             numbers.append(before)
         return np.array(numbers, dtype=np.int64)
 
     def contents(self, namespace: Namespace, tokens: bytes) -> Identities:
-        """Return the number that the K/V of each token must have, wherever the prompt is leased.
+        """Return the content that the slot of each token must have, wherever the prompt is leased.
 
-        Tokens with which a public text begins have the same K/V in all namespaces of their adapter. For all others this
-        is the number of the prefix in its namespace.
+        Tokens with which a public text begins have the same K/V in all namespaces without an adapter. The content of
+        all others depends on the prefix and its namespace.
         """
         plain = namespace._replace(public_prefix="")
         if not self.public_texts:
@@ -70,18 +71,19 @@ class Oracle:
         numbers = []
         before: object = tuple(plain)
         for end, token in enumerate(np.frombuffer(tokens, dtype="<u4").tolist(), 1):
-            head = bytes(tokens[: 4 * end])
-            is_public = is_public and any(text.startswith(head) for text in self.public_texts)
-            key: object = ("public", head) if is_public else (before, token)
+            prefix = bytes(tokens[: 4 * end])
+            is_public = is_public and any(text.startswith(prefix) for text in self.public_texts)
+            key: object = ("public", prefix) if is_public else (before, token)
             before = self._contents.setdefault(key, len(self._contents))
             numbers.append(before)
         return np.array(numbers, dtype=np.int64)
 
     def num_published(self, identities: Identities) -> int:
         """Count the published tokens of a prompt."""
-        return next(
-            (i for i, number in enumerate(identities.tolist()) if number not in self._published), identities.size
-        )
+        for num_tokens, identity in enumerate(identities.tolist()):
+            if identity not in self._published:
+                return num_tokens
+        return identities.size
 
     def num_reusable(self, identities: Identities) -> int:
         """Count the tokens of a prompt that a match must find."""
@@ -95,54 +97,55 @@ class Oracle:
         contents = self.contents(namespace, tokens)
         return next(upto for upto in range(num_tokens, -1, -1) if self._has_parts(blocks, contents, upto))
 
-    def _has_parts(self, blocks: npt.NDArray[np.int32], identities: Identities, upto: int) -> bool:
-        """Whether each token within reach has a part. Those that there are hold the right content."""
+    def _has_parts(self, blocks: npt.NDArray[np.int32], contents: Identities, upto: int) -> bool:
+        """Return whether all tokens in the window after `upto` tokens have parts. Asserts the content of the parts."""
         for pool, content in zip(self.parts.pools, self.part_content, strict=True):
-            for token in range(max(0, upto - pool.reach.num_tokens), upto):
-                part = pool.table[blocks[token // self.block_size]]
+            for position in range(max(0, upto - pool.reach.num_tokens), upto):
+                part = pool.table[blocks[position // self.block_size]]
                 if part < 0:
                     return False
-                assert content[part, token % self.block_size] == identities[token], f"token {token} has a wrong part"
+                is_right = content[part, position % self.block_size] == contents[position]
+                assert is_right, f"the part of token {position} has other content"
         return True
 
     def is_published(self, identity: int) -> bool:
-        """Whether a prefix is cached."""
+        """Return whether a prefix is cached."""
         return identity in self._published
 
     def was_published(self, identity: int) -> bool:
-        """Whether a prefix could be matched at any time."""
+        """Return whether a prefix is or was cached."""
         return identity in self._ever_published
 
     def runs(self) -> list[tuple[Namespace, bytes]]:
-        """Return all published runs, each to its end."""
+        """Return the published prompts that no other published prompt continues, with their namespaces."""
         return list(self._longest.values())
 
     def publish(self, namespace: Namespace, tokens: bytes, identities: Identities) -> None:
-        """Note that a whole run is published."""
-        numbers = identities.tolist()
-        if numbers[-1] not in self._published:
-            for number in numbers:
-                self._longest.pop(number, None)
-            self._longest[numbers[-1]] = namespace, tokens
-            self._published.update(numbers)
-            self._ever_published.update(numbers)
-            self.retention.published(numbers)
+        """Record that all tokens of a prompt are published."""
+        prefixes = identities.tolist()
+        if prefixes[-1] not in self._published:
+            for prefix in prefixes:
+                self._longest.pop(prefix, None)
+            self._longest[prefixes[-1]] = namespace, tokens
+            self._published.update(prefixes)
+            self._ever_published.update(prefixes)
+            self.retention.record_published(prefixes)
 
     def forget_evicted(self, cache: PrefixCache) -> int:
-        """Copy from the cache what an eviction has left. Returns the number of evicted tokens."""
-        num_before = len(self._published)
+        """Forget all tokens that the cache has evicted. Returns their number."""
+        num_published_before = len(self._published)
         runs, self._longest, self._published = self.runs(), {}, set()
         for namespace, tokens in runs:
             tree = cache._trees.get(namespace)
-            kept_bytes = 4 * namespace.public_prefix_tokens if tree is None else tree.match(tokens)[1]
-            if kept_bytes:
-                tokens = tokens[:kept_bytes]
+            cached_bytes = 4 * namespace.public_prefix_tokens if tree is None else tree.match(tokens)[1]
+            if cached_bytes:
+                tokens = tokens[:cached_bytes]
                 self.publish(namespace, tokens, self.identities(namespace, tokens))
         self.retention.forget_all_but(self._published)
-        return num_before - len(self._published)
+        return num_published_before - len(self._published)
 
     def forget(self, is_gone: Callable[[Namespace], bool]) -> None:
-        """Forget everything that is published in some namespaces."""
+        """Forget all tokens of purged namespaces, for which `is_gone` is true."""
         runs, self._longest, self._published = self.runs(), {}, set()
         for namespace, tokens in runs:
             if not is_gone(namespace):
@@ -157,29 +160,39 @@ class Oracle:
             assert expected == {node.priority}, f"expected priorities {expected}, got {node.priority}"
 
     def hand_out(self, block_ids: npt.NDArray[np.int32]) -> None:
-        """Fill blocks that have a new owner with poison."""
+        """Fill newly allocated blocks with poison."""
         self.content[block_ids] = UNWRITTEN
         self._handed_out.update(block_ids.tolist())
 
     def poison_free_blocks(self, cache: PrefixCache) -> None:
+        """Fill the blocks that were freed since the last call with poison."""
         states = cache.pool.states()
         free = [block_id for block_id in self._handed_out if states[block_id] == BlockState.FREE]
         self.content[free] = FREE
         self._handed_out.difference_update(free)
 
-    def verify(self, block_ids: npt.NDArray[np.int32], identities: Identities) -> None:
-        """Assert that blocks hold the K/V of these tokens."""
-        held = self.content[block_ids].ravel()[: identities.size]
-        assert np.array_equal(held, identities), f"expected {identities.tolist()}, got {held.tolist()}"
+    def verify(self, block_ids: npt.NDArray[np.int32], contents: Identities) -> None:
+        """Assert that blocks hold these contents."""
+        held = self.content[block_ids].ravel()[: contents.size]
+        assert np.array_equal(held, contents), f"expected {contents.tolist()}, got {held.tolist()}"
 
-    def verify_match(self, match: Match, identities: Identities) -> None:
+    def verify_match(self, match: Match, contents: Identities) -> None:
+        """Assert that a match has the right blocks, given the contents of the whole prompt."""
         assert match.block_ids.size == -(-match.cached_tokens // self.block_size)
-        self.verify(match.block_ids, identities[: match.cached_tokens])
+        self.verify(match.block_ids, contents[: match.cached_tokens])
 
 
 @dataclass
 class Holder:
-    """A holder of a lease, which computes the prompt's K/V chunk by chunk."""
+    """Stands in for a request: has a lease, and computes the K/V of its prompt chunk by chunk.
+
+    Attributes:
+        identities, contents: of the tokens of the lease; see `Oracle`.
+        num_written: tokens at the beginning that are reused or computed.
+        is_revoked: whether the namespace was purged, so that the lease publishes nothing more.
+        held_block_ids: the blocks of the lease when `hold` was called; None before.
+        num_held_tokens: published tokens in these blocks.
+    """
 
     oracle: Oracle
     lease: Lease
@@ -187,7 +200,7 @@ class Holder:
     contents: Identities
     num_written: int = 0
     is_revoked: bool = False
-    held_block_ids: npt.NDArray[np.int32] | None = None  # while the lease is held
+    held_block_ids: npt.NDArray[np.int32] | None = None
     num_held_tokens: int = 0
 
     def receive(self) -> None:
@@ -203,10 +216,10 @@ class Holder:
         self.verify()
 
     def write(self, upto: int) -> None:
-        """Compute the prompt up to a token."""
+        """Compute the first `upto` tokens."""
         while self.lease.windows and self.num_written < upto:
-            self.write_parts(min(upto, self.num_written + STEP_TOKENS))
-        self.begin()
+            self._write_step(min(upto, self.num_written + STEP_TOKENS))
+        self.make_copy()
         for position in range(self.num_written, upto):
             self._write(position)
         self.num_written = max(self.num_written, upto)
@@ -215,31 +228,34 @@ class Holder:
         block, offset = divmod(position, self.oracle.block_size)
         self.oracle.content[self.lease.block_ids[block], offset] = self.contents[position]
 
-    def write_parts(self, upto: int) -> None:
-        """Compute one step, with the parts of blocks."""
+    def _write_step(self, upto: int) -> None:
+        """Compute the first `upto` tokens in one step, with their parts."""
         lease, size, start = self.lease, self.oracle.block_size, self.num_written
-        for holder, pool, content in zip(lease.windows, self.oracle.parts.pools, self.oracle.part_content, strict=True):
-            part_ids, copy = holder.cover(lease.block_ids, start, upto, lease.copy)
+        groups = zip(lease.windows, self.oracle.parts.pools, self.oracle.part_content, strict=True)
+        for window_lease, pool, content in groups:
+            part_ids, copy = window_lease.cover(lease.block_ids, start, upto, lease.copy)
             if copy is not None:
                 content[copy.target] = content[copy.source]
             for position in range(max(0, start - pool.reach.num_tokens), start):
                 held = content[part_ids[position // size], position % size]
-                assert held == self.contents[position], f"token {position} within reach is not what was computed"
+                assert held == self.contents[position], (
+                    f"the part of token {position}, in the window, has other content"
+                )
             for position in range(start, upto):
                 content[part_ids[position // size], position % size] = self.contents[position]
-            holder.settle(upto)
-        self.copy_block()
+            window_lease.settle(upto)
+        self._copy_block()
         for position in range(start, upto):
             self._write(position)
         self.num_written = upto
 
-    def begin(self) -> None:
-        """Make the pending block copy of the lease, if there is one."""
+    def make_copy(self) -> None:
+        """Make the pending copy of a block and of its parts, if there is one."""
         if self.lease.copy is not None and self.lease.windows:
-            self.write_parts(self.num_written)
-        self.copy_block()
+            self._write_step(self.num_written)
+        self._copy_block()
 
-    def copy_block(self) -> None:
+    def _copy_block(self) -> None:
         copy = self.lease.copy
         if copy is not None:
             self.oracle.content[copy.target] = self.oracle.content[copy.source]
@@ -247,33 +263,33 @@ class Holder:
 
     def extend(self, tokens: bytes) -> int:
         """Extend the lease. Returns the number of new blocks."""
-        before = self.lease.block_ids
+        block_ids_before = self.lease.block_ids
         self.lease.extend(tokens)
-        new = self.lease.block_ids[~np.isin(self.lease.block_ids, before)]
-        self.oracle.hand_out(new)
+        new_block_ids = self.lease.block_ids[~np.isin(self.lease.block_ids, block_ids_before)]
+        self.oracle.hand_out(new_block_ids)
         self.identities = self.oracle.identities(self.lease.namespace, self.lease.tokens)
         self.contents = self.oracle.contents(self.lease.namespace, self.lease.tokens)
         assert self.lease.block_ids.size == -(-self.lease.num_tokens // self.oracle.block_size)
-        return int(new.size)
+        return int(new_block_ids.size)
 
     @property
-    def num_matchable(self) -> int:
-        """Count the tokens that the lease keeps in the tree."""
+    def num_kept_tokens(self) -> int:
+        """Tokens at the beginning that stay in the tree because of the lease."""
         return self.lease.committed_tokens if self.held_block_ids is None else self.num_held_tokens
 
     def hold(self) -> None:
-        """Only hold the blocks from now on. A block that continues in a copy is held as that copy."""
-        self.begin()
+        """Hold the lease. A pending copy is made first, so that its target is held."""
+        self.make_copy()
         self.held_block_ids = self.lease.block_ids.copy()
         self.num_held_tokens = self.lease.num_published_blocks * self.oracle.block_size
         self.num_held_tokens = min(self.num_held_tokens, self.lease.committed_tokens)
         self.lease.hold()
 
     def verify(self) -> None:
-        """Assert that everything reused or written until now is in place."""
+        """Assert that the blocks hold all contents that were reused or written until now."""
         block_ids, copy = self.lease.block_ids, self.lease.copy
         if self.held_block_ids is not None:
             block_ids = self.held_block_ids
-        if copy is not None:
+        if copy is not None:  # until the copy is made, its source holds the contents
             block_ids = np.where(block_ids == copy.target, np.int32(copy.source), block_ids)
         self.oracle.verify(block_ids, self.contents[: self.num_written])

@@ -9,15 +9,18 @@ import pytest
 from tests.cache.walk.reusable_tokens import count_reusable_tokens
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def num_common_tokens(a: list[int], b: list[int]) -> int:
+    num_tokens = 0
+    while num_tokens < min(len(a), len(b)) and a[num_tokens] == b[num_tokens]:
+        num_tokens += 1
+    return num_tokens
 
 
 def count_by_definition(prompts: list[list[int]]) -> list[int]:
     return [
         min(
             len(prompt) - 1,
-            max((common_prefix(prompt, earlier) for earlier in prompts[:i]), default=0),
+            max((num_common_tokens(prompt, earlier) for earlier in prompts[:i]), default=0),
         )
         for i, prompt in enumerate(prompts)
     ]

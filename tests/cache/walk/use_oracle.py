@@ -1,4 +1,4 @@
-"""Recounts on random walks what tenants use."""
+"""A recount of what tenants use, for random walks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from radixkv.cache.tenant_ledger import TenantLedger
 
 
 class UseOracle:
-    """Adds up the blocks of each tenant and of the pool times the seconds, and compares them with the ledger.
+    """Adds up the block-seconds of each tenant and of the pool, and compares them with the ledger.
 
-    The clock of a walk stands still during a step, so the blocks after a step are those until the next one.
+    The clock of a walk stands still during a step, so the number of blocks after a step is that until the next step.
     """
 
     def __init__(self, ledger: TenantLedger, block_size: int) -> None:
         self._ledger = ledger
         self._block_size = block_size
-        self._seen_s = 0.0
-        self._blocks: Counter[str] = Counter()
+        self._last_verified_s = 0.0
+        self._blocks: Counter[str] = Counter()  # by tenant
         self._num_pool_blocks = 0
         self._block_s: Counter[str] = Counter()
         self._pool_block_s = 0.0
 
     def verify(self, cache: PrefixCache, now_s: float) -> None:
-        """Call this after each step, and after `PrefixCache.check`, which has recounted the blocks of each tenant."""
-        passed_s, self._seen_s = now_s - self._seen_s, now_s
+        """Assert that the ledger is right after a step.
+
+        `PrefixCache.check` must have been called before, since it recounts the blocks of each tenant.
+        """
+        passed_s, self._last_verified_s = now_s - self._last_verified_s, now_s
         for tenant, num_blocks in self._blocks.items():
             self._block_s[tenant] += num_blocks * passed_s
         self._pool_block_s += self._num_pool_blocks * passed_s
@@ -44,7 +47,7 @@ class UseOracle:
             assert use.device_token_s == pytest.approx(self._block_s[tenant] * size, abs=1e-6)
             num_evicted_tokens = use.device_evicted_by_self_tokens + use.device_evicted_by_others_tokens
             assert num_evicted_tokens == usage.num_evicted_blocks * size
-        assert not uses
+        assert not uses, "the ledger has tenants that the cache does not know"
         assert sum(self._block_s.values()) == pytest.approx(self._pool_block_s, rel=1e-9)
 
     def _uses(self) -> dict[str, Use]:
