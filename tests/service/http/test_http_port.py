@@ -726,7 +726,7 @@ def test_a_stream_ends_when_its_caller_may_no_longer_act_for_its_tenant(
 ) -> None:
     monkeypatch.setattr(revocation_module, "PERIOD_S", 0.01)
     tokens = tmp_path / "tokens.toml"
-    entries = TOKENS.format(**hashed("one", "router", "reader"))
+    entries = TOKENS.format(**token_hashes("one", "router", "reader"))
     tokens.write_text(entries)
     refusals: list[type] = []
 
@@ -741,10 +741,10 @@ def test_a_stream_ends_when_its_caller_may_no_longer_act_for_its_tenant(
             headers = {"authorization": "Bearer router-token", "radixkv_tenant": "b"}
             writer.write(request_bytes({**BODY, "stream": True}, **headers))
             response = asyncio.create_task(response_of(reader))
-            await becomes_true(lambda: bool(engine.futures))
+            assert await becomes_true(lambda: bool(engine.futures))
             tokens.write_text(entries.replace('tenants = ["a", "b"]', 'tenants = ["a"]'))
             _, _, data = await response
-            await becomes_true(engine.futures[-1].cancelled)
+            assert await becomes_true(engine.futures[-1].cancelled)
             writer.close()
             return data
 
