@@ -40,7 +40,7 @@ from .tiered_bench import (
     FakeMover,
     SteppedStore,
     TieredBench,
-    with_stored_prompt,
+    compute_and_evict_prompt,
 )
 
 NAMESPACE = Namespace("fake")
@@ -56,7 +56,7 @@ def cached_by_tier(result: PrefillResult) -> tuple[int, int, int]:
 
 
 def test_an_evicted_prompt_is_loaded_and_not_computed() -> None:
-    bench = with_stored_prompt(TieredBench())
+    bench = compute_and_evict_prompt(TieredBench())
     result = bench.prefill(PROMPT)
     assert cached_by_tier(result) == (0, 12, 0)
     assert result.miss_reason is MissReason.NONE
@@ -73,7 +73,7 @@ def test_stores_do_not_work_while_a_step_keeps_the_host_busy(
     bench = TieredBench()
     monkeypatch.setattr(bench.runner, "is_asynchronous", is_asynchronous)
     bench.prefill(PROMPT)
-    # Calls of the store: when the result of the step is requested, when the request is answered, and after the step.
+    # Calls of the store: when the fake runner computes the step, when the request is answered, and after the step.
     num_calls: list[int] = []
     run_step = bench.runner.run
 
@@ -126,7 +126,7 @@ def flood(bench: TieredBench, num_prompts: int) -> None:
 
 
 def test_a_retained_stored_prompt_is_evicted_after_others() -> None:
-    bench = with_stored_prompt(TieredBench(host=8))
+    bench = compute_and_evict_prompt(TieredBench(host=8))
     retained = bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90, ttl_s=100.0))
     assert retained.grant == Grant(12, 0, 1, bench.clock() + 100.0), "three whole blocks are stored"
     flood(bench, 4)
@@ -137,7 +137,7 @@ def test_a_retained_stored_prompt_is_evicted_after_others() -> None:
 
 
 def test_a_prompt_whose_priority_was_reset_is_evicted_like_others() -> None:
-    bench = with_stored_prompt(TieredBench(host=8))
+    bench = compute_and_evict_prompt(TieredBench(host=8))
     bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90))
     bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(50))
     flood(bench, 4)
@@ -147,12 +147,12 @@ def test_a_prompt_whose_priority_was_reset_is_evicted_like_others() -> None:
 def test_a_prompt_that_is_not_stored_is_not_retained_later() -> None:
     bench = TieredBench(host=8)
     assert bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant == Grant(0, 0, 13)
-    flood(with_stored_prompt(bench), 4)
+    flood(compute_and_evict_prompt(bench), 4)
     assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 0
 
 
 def test_the_blocks_of_a_store_are_listed_by_namespace() -> None:
-    bench = with_stored_prompt(TieredBench(host=100))
+    bench = compute_and_evict_prompt(TieredBench(host=100))
     page = bench.offload.stored("host", 0, None, 10)
     assert page.namespaces == (StoredNamespace(NAMESPACE, 3),)
     bench.core.retain(NAMESPACE, tokens(range(8)), Retention(90))
@@ -226,7 +226,7 @@ def test_a_purge_drops_the_fetched_blocks_of_a_waiting_request() -> None:
 
 
 def test_a_prompt_that_no_store_has_is_computed() -> None:
-    bench = with_stored_prompt(TieredBench(host=100))
+    bench = compute_and_evict_prompt(TieredBench(host=100))
     bench.index.purge(None, None, None)
     assert cached_by_tier(bench.prefill(PROMPT)) == (0, 0, 0)
 
@@ -257,14 +257,14 @@ def test_a_partly_shared_block_is_replaced_also_for_a_request_that_writes_nothin
 
 
 def test_blocks_evicted_for_a_loaded_prompt_are_saved_before_they_are_overwritten() -> None:
-    bench = with_stored_prompt(TieredBench())
+    bench = compute_and_evict_prompt(TieredBench())
     bench.prefill(FLOOD)
     assert cached_by_tier(bench.prefill(PROMPT)) == (0, 12, 0)
     assert cached_by_tier(bench.prefill(FLOOD)) == (0, 12, 0)  # the fake device raises if a block has wrong contents
 
 
 def test_each_block_comes_from_the_fastest_store_that_has_it() -> None:
-    bench = with_stored_prompt(TieredBench(host=2, disk=100))
+    bench = compute_and_evict_prompt(TieredBench(host=2, disk=100))
     tier_index = bench.index.tiers["host"]
     assert len(tier_index) == 2
     assert cached_by_tier(bench.prefill(PROMPT)) == (0, 8, 4)
@@ -273,7 +273,7 @@ def test_each_block_comes_from_the_fastest_store_that_has_it() -> None:
 def test_a_block_stored_once_is_not_written_again() -> None:
     bench = TieredBench()
     for _ in range(3):
-        with_stored_prompt(bench)
+        compute_and_evict_prompt(bench)
     assert sum(bench.offload.tiers["host"].counts().saved.values()) == 3
 
 
@@ -296,7 +296,7 @@ def test_adapters_do_not_load_blocks_of_each_other() -> None:
 
 
 def test_other_requests_run_while_blocks_are_loaded() -> None:
-    bench = with_stored_prompt(TieredBench(num_blocks=5))
+    bench = compute_and_evict_prompt(TieredBench(num_blocks=5))
     waiting = bench.submit(PROMPT)
     assert not bench.core.has_work  # nothing to compute until the store answers
     other = bench.submit(range(50, 54))
@@ -308,7 +308,7 @@ def test_other_requests_run_while_blocks_are_loaded() -> None:
 
 
 def test_requests_for_the_same_blocks_share_a_load() -> None:
-    bench = with_stored_prompt(TieredBench(num_blocks=12))
+    bench = compute_and_evict_prompt(TieredBench(num_blocks=12))
     futures = [bench.submit(PROMPT) for _ in range(3)]
     (store,) = bench.stores.values()
     assert len(store.calls) == 1
@@ -319,7 +319,7 @@ def test_requests_for_the_same_blocks_share_a_load() -> None:
 
 @pytest.mark.parametrize("error", [StoreLate("late"), StoreUnavailable("gone")])
 def test_blocks_for_which_a_store_does_not_answer_are_computed(error: Exception) -> None:
-    bench = with_stored_prompt(TieredBench())
+    bench = compute_and_evict_prompt(TieredBench())
     (store,) = bench.stores.values()
     store.error = error
     result = bench.prefill(PROMPT)
@@ -329,7 +329,7 @@ def test_blocks_for_which_a_store_does_not_answer_are_computed(error: Exception)
 
 
 def test_blocks_are_loaded_from_a_store_that_recovers() -> None:
-    bench = with_stored_prompt(TieredBench(num_blocks=4))
+    bench = compute_and_evict_prompt(TieredBench(num_blocks=4))
     (store,) = bench.stores.values()
     store.error = StoreUnavailable("gone")
     bench.prefill(PROMPT)
@@ -339,7 +339,7 @@ def test_blocks_are_loaded_from_a_store_that_recovers() -> None:
 
 
 def test_blocks_that_a_store_has_lost_are_computed_and_stored_again() -> None:
-    bench = with_stored_prompt(TieredBench())
+    bench = compute_and_evict_prompt(TieredBench())
     (store,) = bench.stores.values()
     keys = list(bench.index.tiers["host"])
     store.memory.delete(keys)
@@ -358,13 +358,13 @@ def test_a_block_evicted_and_stored_in_one_call_is_not_trusted(monkeypatch: pyte
         return PutResult(put(objects).outcomes, evicted=(objects[0].key,))
 
     monkeypatch.setattr(store.memory, "put", put_and_report_eviction)
-    with_stored_prompt(bench)
+    compute_and_evict_prompt(bench)
     bench.run()
     assert len(bench.index.tiers["host"]) == store.memory.size().num_objects == 2
 
 
 def test_blocks_after_a_gap_are_not_used() -> None:
-    bench = with_stored_prompt(TieredBench())
+    bench = compute_and_evict_prompt(TieredBench())
     (store,) = bench.stores.values()
     found = bench.index.find(NAMESPACE, tokens(PROMPT), 0)
     store.memory.delete([found[1].block.key])
@@ -372,7 +372,7 @@ def test_blocks_after_a_gap_are_not_used() -> None:
 
 
 def test_a_cancelled_request_releases_its_load() -> None:
-    bench = with_stored_prompt(TieredBench())
+    bench = compute_and_evict_prompt(TieredBench())
     (store,) = bench.stores.values()
     bench.submit(PROMPT).cancel()
     bench.run()
@@ -382,7 +382,7 @@ def test_a_cancelled_request_releases_its_load() -> None:
 
 
 def test_a_deadline_ends_a_request_that_waits_for_a_store() -> None:
-    bench = with_stored_prompt(TieredBench())
+    bench = compute_and_evict_prompt(TieredBench())
     future = bench.submit(PROMPT, deadline_s=5.0)
     bench.clock.now_s = 6.0
     bench.core.step()
@@ -421,18 +421,18 @@ def test_a_preempted_generation_can_be_cancelled_while_its_blocks_are_loaded() -
 
 
 def test_a_request_that_may_not_read_loads_nothing() -> None:
-    bench = with_stored_prompt(TieredBench())
+    bench = compute_and_evict_prompt(TieredBench())
     assert cached_by_tier(bench.prefill(PROMPT, read_cache=False)) == (0, 0, 0)
 
 
 def test_a_request_that_does_not_write_the_cache_publishes_no_loaded_blocks() -> None:
-    bench = with_stored_prompt(TieredBench())
+    bench = compute_and_evict_prompt(TieredBench())
     assert cached_by_tier(bench.prefill(PROMPT, write_cache=False)) == (0, 12, 0)
     assert bench.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 0
 
 
 def test_nothing_of_a_purged_namespace_is_loaded() -> None:
-    bench = with_stored_prompt(TieredBench())
+    bench = compute_and_evict_prompt(TieredBench())
     purge_at_once(bench.core, tenant="")
     assert cached_by_tier(bench.prefill(PROMPT)) == (0, 0, 0)
     (store,) = bench.stores.values()
@@ -440,7 +440,7 @@ def test_nothing_of_a_purged_namespace_is_loaded() -> None:
 
 
 def test_failed_deletions_are_retried_even_without_requests() -> None:
-    bench = with_stored_prompt(TieredBench())
+    bench = compute_and_evict_prompt(TieredBench())
     (store,) = bench.stores.values()
     store.error = StoreUnavailable("gone")
     purge_at_once(bench.core, tenant="")
@@ -472,7 +472,7 @@ def test_failed_deletions_are_retried_once_per_second_in_one_call() -> None:
 
 
 def test_purged_blocks_that_are_evicted_again_before_the_store_recovers_are_deleted() -> None:
-    bench = with_stored_prompt(TieredBench())
+    bench = compute_and_evict_prompt(TieredBench())
     (store,) = bench.stores.values()
     store.error = StorePaused("paused")
     purge_at_once(bench.core, tenant="")
@@ -492,7 +492,7 @@ def test_a_call_that_never_reached_a_store_leaves_nothing_to_delete() -> None:
     bench = TieredBench()
     (store,) = bench.stores.values()
     store.error = StorePaused("paused")
-    with_stored_prompt(bench)
+    compute_and_evict_prompt(bench)
     assert len(bench.index.tiers["host"]) == 0
     assert not store.calls
     assert bench.core.seconds_until_due() is None
@@ -500,7 +500,7 @@ def test_a_call_that_never_reached_a_store_leaves_nothing_to_delete() -> None:
 
 
 def test_a_failed_deletion_is_retried_before_the_stores_are_closed() -> None:
-    bench = with_stored_prompt(TieredBench(disk=100))
+    bench = compute_and_evict_prompt(TieredBench(disk=100))
     (store,) = bench.stores.values()
     store.error = StoreUnavailable("gone")
     purge_at_once(bench.core, tenant="")
@@ -519,7 +519,7 @@ def test_a_failed_deletion_is_retried_before_the_stores_are_closed() -> None:
 
 
 def test_a_purge_reports_that_the_disk_could_not_be_scanned() -> None:
-    bench = with_stored_prompt(TieredBench(disk=100))
+    bench = compute_and_evict_prompt(TieredBench(disk=100))
     bench.offload._disk_scan = SimpleNamespace(has_failed=True, has_more=False, take=lambda: None)  # type: ignore[assignment]
     indexed, unscanned = bench.offload.purge("", None, None)
     bench.run()
@@ -537,7 +537,7 @@ class SlowCopy(CompleteCopy):
 
 
 def test_loans_are_held_until_the_device_has_copied_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = with_stored_prompt(TieredBench(host=3))
+    bench = compute_and_evict_prompt(TieredBench(host=3))
     copy = SlowCopy(seconds=7.0)
     write = bench.mover.write
     memory = bench.stores["host"].memory
@@ -567,7 +567,7 @@ def test_evicted_blocks_are_lost_if_there_is_no_memory_to_copy_them(monkeypatch:
     bench = TieredBench()
     with monkeypatch.context() as patched:
         patched.setattr(bench.mover, "read", _no_memory)
-        with_stored_prompt(bench)
+        compute_and_evict_prompt(bench)
     assert bench.offload.stats()[0].dropped_blocks == 3
     assert cached_by_tier(bench.prefill(PROMPT)) == (0, 0, 0)
     bench.evict(4)
@@ -580,7 +580,7 @@ def _no_memory(*_: object) -> list[memoryview]:
 
 def test_a_load_that_ends_while_steps_run_ahead_is_used() -> None:
     """Its wake-up may be consumed before the next step is checked."""
-    bench = with_stored_prompt(TieredBench(num_blocks=16))
+    bench = compute_and_evict_prompt(TieredBench(num_blocks=16))
     (store,) = bench.stores.values()
     long = bench.generate(range(100, 104), 40)
     for _ in range(3):
@@ -595,7 +595,7 @@ def test_a_load_that_ends_while_steps_run_ahead_is_used() -> None:
 
 
 def test_a_purge_while_blocks_are_loaded_leaves_nothing_of_them() -> None:
-    bench = with_stored_prompt(TieredBench())
+    bench = compute_and_evict_prompt(TieredBench())
     future = bench.submit(PROMPT)
     purge_at_once(bench.core, tenant="")
     bench.run()
@@ -628,7 +628,7 @@ def test_copies_waiting_to_be_stored_are_bounded() -> None:
 
 
 def test_blocks_that_are_being_loaded_are_bounded() -> None:
-    bench = with_stored_prompt(TieredBench(max_bytes=4 * PAYLOAD_BYTES))
+    bench = compute_and_evict_prompt(TieredBench(max_bytes=4 * PAYLOAD_BYTES))
     bench.offload._loader._num_free_blocks = 2
     result = bench.prefill(PROMPT)
     assert cached_by_tier(result) == (0, 8, 0)

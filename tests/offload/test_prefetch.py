@@ -83,7 +83,7 @@ def test_only_a_hint_counts_as_a_use_of_what_is_still_cached(*, has_hint: bool) 
     assert node.num_uses == before + has_hint
 
 
-def test_only_one_prompt_of_a_session_is_looked_up_at_a_time() -> None:
+def test_prompts_of_sessions_are_looked_up_one_at_a_time() -> None:
     bench = TieredBench(num_blocks=8, session_prompt_bytes=10_000, redis=100)
     for session_id, prompt in (("s", PROMPT), ("t", OTHER)):
         with bench.cache.lease(NAMESPACE, tokens(prompt), session_id=session_id) as lease:

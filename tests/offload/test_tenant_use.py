@@ -60,7 +60,7 @@ def test_evictions_of_a_plug_in_store_are_not_counted() -> None:
     assert ledger.use_of("a") == Use(remote_token_s=3 * 4 * 1.0), "the three blocks that are left"
 
 
-def test_blocks_that_the_index_of_a_shared_store_forgets_are_no_counted_evictions() -> None:
+def test_the_index_of_a_shared_store_counts_no_evictions() -> None:
     clock = FakeClock()
     ledger = TenantLedger(4, clock=clock)
     index = SharedTierIndex("redis", 2, ledger=ledger)

@@ -242,7 +242,7 @@ class TieredBench(Bench):
                 self.clock.now_s += until_due_s
 
 
-def with_stored_prompt(bench: TieredBench) -> TieredBench:
+def compute_and_evict_prompt(bench: TieredBench) -> TieredBench:
     """Compute `PROMPT` on a bench, evict it from the device to the stores, and return the bench."""
     bench.prefill(PROMPT)
     bench.evict(4)

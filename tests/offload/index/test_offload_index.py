@@ -18,7 +18,7 @@ from radixkv.tokens import TOKEN_BYTES
 from tests.fake_runner import tokens
 from tests.fakes import FakeClock
 
-from ..tiered_bench import PROMPT, TieredBench, with_stored_prompt
+from ..tiered_bench import PROMPT, TieredBench, compute_and_evict_prompt
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = TOKEN_BYTES * BLOCK_SIZE
@@ -364,11 +364,11 @@ def test_a_prompt_is_retained_on_the_device_and_in_stores() -> None:
 
 
 def test_the_grant_counts_tokens_that_are_not_retained_in_tiers() -> None:
-    bench = with_stored_prompt(TieredBench(host=8, retained_share=0.25))
+    bench = compute_and_evict_prompt(TieredBench(host=8, retained_share=0.25))
     grant = bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant
     assert grant == Grant(8, 4, 1), "two blocks are retained, one is not, and the last token is not stored"
 
 
 def test_blocks_in_shared_stores_can_not_be_retained() -> None:
-    bench = with_stored_prompt(TieredBench(redis=100))
+    bench = compute_and_evict_prompt(TieredBench(redis=100))
     assert bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant == Grant(0, 0, 13)
