@@ -1,4 +1,4 @@
-"""Readers of cache events, and an oracle that compares their view with the trees."""
+"""A reader of cache events, and an oracle that compares the blocks that the reader knows with the trees."""
 
 from __future__ import annotations
 
@@ -11,23 +11,31 @@ from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
 from radixkv.events.snapshot import Snapshot
 from radixkv.events.tree_feed import TreeFeed
+from radixkv.tokens import TOKEN_BYTES
 
 KEY = bytes(range(32))
 
 
 class Knowledge:
-    """The blocks that a reader knows. Each is stored once, after its parent, and removed only while it is there."""
+    """The blocks that a reader knows from the event batches that it has read.
+
+    `read` asserts that each block is stored once, after its parent, and removed only while it is stored.
+
+    Attributes:
+        blocks: hash of the parent (None for the first block of a prompt), tokens and cache salt, by hash of the block.
+        last_number: sequence number of the last batch; None before the first one.
+    """
 
     def __init__(self) -> None:
-        self.blocks: dict[int, tuple[int | None, bytes, str]] = {}  # hash: parent, tokens, salt
-        self.number: int | None = None
+        self.blocks: dict[int, tuple[int | None, bytes, str]] = {}
+        self.last_number: int | None = None
 
     def read(self, batch: EventBatch) -> None:
         if batch.snapshot is None:
-            assert self.number is None or batch.sequence_number == self.number + 1
+            assert self.last_number is None or batch.sequence_number == self.last_number + 1
         else:
             assert isinstance(batch.events[0], AllCleared) == (batch.snapshot.index == 0)
-        self.number = batch.sequence_number
+        self.last_number = batch.sequence_number
         assert batch.events
         for event in batch.events:
             if isinstance(event, AllCleared):
@@ -38,22 +46,26 @@ class Knowledge:
                 self._remove(event)
 
     def _store(self, event: BlocksStored) -> None:
-        parent, size = event.parent_hash, 4 * event.block_size
+        parent, block_bytes = event.parent_hash, TOKEN_BYTES * event.block_size
         hashes = np.frombuffer(event.block_hashes, "<u8").tolist()
-        assert len(event.tokens) == size * len(hashes) > 0
-        for index, block in enumerate(hashes):
-            assert block not in self.blocks, "it is stored already"
-            assert parent is None or self.blocks[parent][2] == event.cache_salt, "its parent is not"
-            self.blocks[block] = (parent, event.tokens[index * size : (index + 1) * size], event.cache_salt)
-            parent = block
+        assert len(event.tokens) == block_bytes * len(hashes) > 0
+        for index, block_hash in enumerate(hashes):
+            assert block_hash not in self.blocks, "the block is stored already"
+            assert parent is None or self.blocks[parent][2] == event.cache_salt, "the parent is in another namespace"
+            tokens = event.tokens[index * block_bytes : (index + 1) * block_bytes]
+            self.blocks[block_hash] = (parent, tokens, event.cache_salt)
+            parent = block_hash
 
     def _remove(self, event: BlocksRemoved) -> None:
-        for block in np.frombuffer(event.block_hashes, "<u8").tolist():
-            assert self.blocks.pop(block)[2] == event.cache_salt
+        for block_hash in np.frombuffer(event.block_hashes, "<u8").tolist():
+            assert self.blocks.pop(block_hash)[2] == event.cache_salt
 
 
 class WatchedCache:
-    """A cache's event log with a reader from the beginning, judged by a walk through the trees."""
+    """The event log of a cache, with a reader that reads it from the beginning.
+
+    The caller registers `feed` as a listener of the cache. `verify` compares what the reader knows with the trees.
+    """
 
     def __init__(self, block_size: int, pool_block_size: int, max_step_blocks: int = 2**30) -> None:
         self.block_size = block_size
@@ -64,32 +76,38 @@ class WatchedCache:
         self.snapshot: Snapshot | None = None
 
     def verify(self, cache: PrefixCache) -> int:
-        """Publish, and compare with the trees. Returns the number of blocks."""
+        """Publish the recorded events, and compare the blocks that the reader knows with the trees.
+
+        Returns:
+            The number of event blocks; -1 if nothing was compared, because the log has ended or not all recorded
+            changes are published yet.
+        """
         if self.log.error is not None:  # the engine was closed
             return -1
         self.feed.publish()
-        while self.reader.number != self.log.last and self.log.num_batches:
-            batch = self.log.after(self.log.start if self.reader.number is None else self.reader.number)
+        while self.reader.last_number != self.log.last and self.log.num_batches:
+            batch = self.log.after(self.log.start if self.reader.last_number is None else self.reader.last_number)
             assert batch is not None
             self.reader.read(batch)
         if self.feed.has_backlog:
             return -1
-        expected = self.expected(cache)
+        expected = self._blocks_in(cache)
         assert self.reader.blocks == expected
         assert self.feed._stored_blocks.num_blocks == len(expected)
         return len(expected)
 
-    def expected(self, cache: PrefixCache) -> dict[int, tuple[int | None, bytes, str]]:
-        """List the blocks that the trees hold, from the tokens of each path."""
-        found: dict[int, tuple[int | None, bytes, str]] = {}
+    def _blocks_in(self, cache: PrefixCache) -> dict[int, tuple[int | None, bytes, str]]:
+        """Compute the event blocks of the trees from the tokens of each path, in the form of `Knowledge.blocks`."""
+        block_bytes = TOKEN_BYTES * self.block_size
+        blocks: dict[int, tuple[int | None, bytes, str]] = {}
         for tree in cache._trees.values():
             root, salt = self.identities.of(tree.owner.namespace)
             for node in tree.nodes():
                 tokens, parent = tree.path_tokens(node)[len(tree.root.tokens) :], None
-                for start in range(0, len(tokens) - 4 * self.block_size + 1, 4 * self.block_size):
-                    before = root if parent is None else parent.to_bytes(8, "little")
-                    block = tokens[start : start + 4 * self.block_size]
-                    number = xxh3_64_intdigest(before + block)
-                    found[number] = (parent, block, salt)
-                    parent = number
-        return found
+                for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
+                    previous_hash = root if parent is None else parent.to_bytes(8, "little")
+                    block_tokens = tokens[start : start + block_bytes]
+                    block_hash = xxh3_64_intdigest(previous_hash + block_tokens)
+                    blocks[block_hash] = (parent, block_tokens, salt)
+                    parent = block_hash
+        return blocks

@@ -1,4 +1,4 @@
-"""An event source without an engine: a cache whose changes the test publishes."""
+"""An event source without an engine: a cache whose changes are published when a test stores or evicts blocks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SALTED = Namespace("m", tenant="acme", salt="secret")
 
 
 class FakeSource(EventSource):
-    """A cache of blocks of four tokens. Calls run at once, on the thread that makes them.
+    """A cache of blocks of four tokens. Calls run at once on the thread that makes them, not on an engine's thread.
 
     Attributes:
-        cache: has no leases.
-        feed: listens to it.
-        is_hanging: whether calls are cancelled, as those of an engine whose step hangs.
+        cache: a cache in which no request has a lease.
+        feed: records the changes of the cache.
+        is_hanging: whether calls are cancelled, as the watchdog does when a step of an engine stalls.
     """
 
     def __init__(self, max_batches: int = 100, max_blocks: int = 10_000) -> None:
@@ -36,13 +36,13 @@ class FakeSource(EventSource):
         super().__init__(self.feed, self.cache.nodes, self._run)
 
     def store(self, *ids: int, namespace: Namespace = BASE) -> None:
-        """Cache a prompt and publish."""
+        """Cache a prompt, and publish the events."""
         with self.cache.lease(namespace, np.array(ids, dtype="<u4").tobytes()) as lease:
             lease.commit(len(ids))
         self.feed.publish()
 
     def evict(self, num_blocks: int) -> None:
-        """Evict blocks and publish."""
+        """Evict blocks, and publish the events."""
         self.cache.evict(num_blocks)
         self.feed.publish()
 

@@ -16,33 +16,40 @@ from collections.abc import Awaitable, Callable
 
 READY_OF = {kind: b"\x05READY\x0bSocket-Type\0\0\0" + bytes([len(kind)]) + kind for kind in (b"SUB", b"DEALER")}
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-MORE, COMMAND = 1, 4
+MORE, LONG, COMMAND = 1, 2, 4  # flags of a frame
 
 _PAUSE_S = 0.05  # before a peer connects again
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
-    """Return a frame of ZMTP."""
+    """Return a frame of ZMTP: its flags, its size, and its body."""
     if len(body) < 256:
         return bytes([flags, len(body)]) + body
-    return bytes([flags | 2]) + len(body).to_bytes(8, "big") + body
+    return bytes([flags | LONG]) + len(body).to_bytes(8, "big") + body
+
+
+ALL_REPLAYS_REQUEST = frame(b"", MORE) + frame(bytes(8))  # an empty frame, and the sequence number 0
 
 
 def hello(kind: bytes) -> bytes:
-    """Return what a peer sends until it may send messages."""
+    """Return the handshake of a peer of a socket type: what it sends before it may send messages."""
     return GREETING + frame(READY_OF[kind], COMMAND)
 
 
 class Peer:
-    """A connection that is only written to, unless it says otherwise."""
+    """A connection to a port.
+
+    Attributes:
+        reader: what the port sends. Most peers never read it.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self._writer = writer
 
-    async def send(self, data: bytes) -> None:
-        """Send bytes, and wait while the port takes none."""
-        self._writer.write(data)
+    async def send(self, message: bytes) -> None:
+        """Send bytes, and wait while the port accepts none."""
+        self._writer.write(message)
         await self._writer.drain()
 
     def close(self) -> None:
@@ -50,77 +57,91 @@ class Peer:
         self._writer.transport.abort()
 
 
-async def large_subscription(peer: Peer) -> None:
+async def subscribe_to_large_topic(peer: Peer) -> None:
     """Subscribe to a topic of 16 MB."""
     await peer.send(hello(b"SUB") + frame(b"\1" + bytes(16 * 10**6)))
 
 
-async def many_subscriptions(peer: Peer) -> None:
-    """Subscribe to different topics without end."""
+async def subscribe_endlessly(peer: Peer) -> None:
+    """Subscribe endlessly to different topics."""
     await peer.send(hello(b"SUB"))
     while True:
         await peer.send(b"".join(frame(b"\1" + os.urandom(200)) for _ in range(100)))
 
 
-async def endless_message(peer: Peer) -> None:
-    """Send a message without its last frame."""
+async def send_endless_message(peer: Peer) -> None:
+    """Send a message of endlessly many frames."""
     await peer.send(hello(b"DEALER"))
     while True:
         await peer.send(frame(bytes(200), MORE) * 100)
 
 
-async def malformed_requests(peer: Peer) -> None:
+async def send_malformed_requests(peer: Peer) -> None:
     """Request replays endlessly, with a sequence number that is too short."""
     await peer.send(hello(b"DEALER"))
     while True:
         await peer.send((frame(b"", MORE) + frame(b"123")) * 100)
 
 
-async def unread_replays(peer: Peer) -> None:
+async def request_replays_and_read_nothing(peer: Peer) -> None:
     """Request all replays endlessly, and read nothing."""
     await peer.send(hello(b"DEALER"))
     while True:
-        await peer.send((frame(b"", MORE) + frame(bytes(8))) * 100)
+        await peer.send(ALL_REPLAYS_REQUEST * 100)
 
 
-async def read_replays(peer: Peer) -> None:
+async def request_replays_and_read_them(peer: Peer) -> None:
     """Request all replays endlessly, and read them."""
-    await peer.send(hello(b"DEALER") + (frame(b"", MORE) + frame(bytes(8))) * 10)
+    await peer.send(hello(b"DEALER") + ALL_REPLAYS_REQUEST * 10)
     while await peer.reader.read(65_536):
-        await peer.send(frame(b"", MORE) + frame(bytes(8)))
+        await peer.send(ALL_REPLAYS_REQUEST)
 
 
-async def unread_events(peer: Peer) -> None:
+async def subscribe_and_read_nothing(peer: Peer) -> None:
     """Subscribe, and read nothing."""
     await peer.send(hello(b"SUB") + frame(b"\1"))
     await asyncio.sleep(3600)
 
 
-async def pings(peer: Peer) -> None:
-    """Ping without end, and read no answer."""
+async def ping_endlessly(peer: Peer) -> None:
+    """Ping endlessly, and read no answer."""
     await peer.send(hello(b"SUB"))
     while True:
         await peer.send(frame(b"\4PING\0\0" + bytes(16), COMMAND) * 100)
 
 
-async def silence(peer: Peer) -> None:
+async def stay_silent(peer: Peer) -> None:
     """Do nothing, not even a handshake."""
     await asyncio.sleep(3600)
 
 
-async def noise(peer: Peer) -> None:
-    """Send random bytes, some of them after a handshake."""
+async def send_noise(peer: Peer) -> None:
+    """Send random bytes, half of the time after a handshake."""
     await peer.send((hello(b"SUB") if random.random() < 0.5 else b"") + os.urandom(1000))
 
 
-ON_PUB = (large_subscription, many_subscriptions, unread_events, pings, silence, noise)
-ON_REPLAYS = (endless_message, malformed_requests, unread_replays, read_replays, silence, noise)
+ON_PUB = (
+    subscribe_to_large_topic,
+    subscribe_endlessly,
+    subscribe_and_read_nothing,
+    ping_endlessly,
+    stay_silent,
+    send_noise,
+)
+ON_REPLAYS = (
+    send_endless_message,
+    send_malformed_requests,
+    request_replays_and_read_nothing,
+    request_replays_and_read_them,
+    stay_silent,
+    send_noise,
+)
 
 
 async def attack(endpoints: tuple[str, str], num_peers: int) -> None:
-    """Run the peers, half of them on each port, until the process ends."""
+    """Run the peers, about half of them on each port, until the process ends."""
 
-    async def repeat(endpoint: str, behave: Callable[[Peer], Awaitable[None]]) -> None:
+    async def connect_again_and_again(endpoint: str, behave: Callable[[Peer], Awaitable[None]]) -> None:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         while True:
             with contextlib.suppress(OSError):
@@ -131,9 +152,11 @@ async def attack(endpoints: tuple[str, str], num_peers: int) -> None:
                     peer.close()
             await asyncio.sleep(_PAUSE_S)
 
-    kinds = [(endpoints[0], behave) for behave in ON_PUB] + [(endpoints[1], behave) for behave in ON_REPLAYS]
+    publisher, replays = endpoints
+    behaviors = [(publisher, behave) for behave in ON_PUB] + [(replays, behave) for behave in ON_REPLAYS]
     print("attacking", flush=True)
-    await asyncio.gather(*(repeat(*kinds[index % len(kinds)]) for index in range(num_peers)))
+    peers = (connect_again_and_again(*behaviors[index % len(behaviors)]) for index in range(num_peers))
+    await asyncio.gather(*peers)
 
 
 def main() -> None:

@@ -18,32 +18,33 @@ from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.long
 
-os.environ.setdefault("DYN_LOG", "error")  # read once, when it is imported
+os.environ.setdefault("DYN_LOG", "error")  # Dynamo reads it when it is imported
 dynamo = pytest.importorskip("dynamo.llm")
 
 NUM_WORKERS = 4
 MODEL = "tiny"
-PROMPTS = np.random.default_rng(0).integers(1000, 2**31, (100, 8 * BLOCK_SIZE)).tolist()
-SALTED_PROMPTS = np.random.default_rng(1).integers(1000, 2**31, (20, 8 * BLOCK_SIZE)).tolist()
+PROMPT_BLOCKS = 8
+PROMPTS = np.random.default_rng(0).integers(1000, 2**31, (100, PROMPT_BLOCKS * BLOCK_SIZE)).tolist()
+SALTED_PROMPTS = np.random.default_rng(1).integers(1000, 2**31, (20, PROMPT_BLOCKS * BLOCK_SIZE)).tolist()
 
 
-async def blocks_known(router: Any, prompt: list[int], salt: str | None = None) -> dict[int, int]:
-    """Return the blocks of a prompt that the router believes each worker to hold."""
+async def count_known_blocks(router: Any, prompt: list[int], salt: str | None = None) -> dict[int, int]:
+    """Return how many blocks of a prompt each worker holds, as far as the router knows, by the worker's id."""
     request = {"model_name": MODEL, "token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
     scores = await router.overlap_scores(request)
     return {worker["worker_id"]: worker["device_blocks"] for worker in scores["workers"]}
 
 
 async def wait_for(router: Any, worker: int, prompt: list[int], num_blocks: int, salt: str | None = None) -> None:
-    """Wait until the router believes that a worker holds the first blocks of a prompt."""
+    """Wait until the router knows that a worker holds exactly the first `num_blocks` blocks of a prompt."""
     async with asyncio.timeout(PATIENCE_S):
-        while (await blocks_known(router, prompt, salt))[worker] != num_blocks:
+        while (await count_known_blocks(router, prompt, salt))[worker] != num_blocks:
             await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
-async def routed(form: str) -> Any:
-    """Yield a router and the caches that it follows, each of which it knows."""
+async def router_and_sources(form: str) -> Any:
+    """Yield a router, and the sources whose events it receives. It has received an event of each of them."""
     router = dynamo.SelectionService(indexer_threads=1)
     sources = [FakeSource(max_batches=1000) for _ in range(NUM_WORKERS)]
     with contextlib.ExitStack() as stack:
@@ -65,31 +66,34 @@ async def routed(form: str) -> Any:
             )
         async with asyncio.timeout(PATIENCE_S):
             for worker, source in enumerate(sources):
-                token = 0
-                while not (await blocks_known(router, [worker, token, 0, 0]))[worker]:  # a subscription takes a moment
+                token = num_known_blocks = 0
+                while not num_known_blocks:  # a subscription takes effect later, and misses what was stored before
                     token += 1
                     source.store(worker, token, 0, 0)
                     await asyncio.sleep(0.02)
+                    num_known_blocks = (await count_known_blocks(router, [worker, token, 0, 0]))[worker]
         yield router, sources
 
 
 def salt_of(source: FakeSource, namespace: Namespace) -> str:
+    """Return the salt that the events of a namespace have in place of the client's."""
     return source.feed._identities.of(namespace).cache_salt
 
 
 @pytest.mark.parametrize("form", ["array", "map"])
-def test_the_holder_is_selected_each_time(form: str) -> None:
+def test_each_prompt_is_routed_to_the_server_that_has_it_cached(form: str) -> None:
     async def test() -> None:
-        async with routed(form) as (router, sources):
+        async with router_and_sources(form) as (router, sources):
             for index, prompt in enumerate(PROMPTS):
                 sources[index % NUM_WORKERS].store(*prompt)
             for worker in range(NUM_WORKERS):
-                await wait_for(router, worker, PROMPTS[-NUM_WORKERS + worker], 8)
+                last_prompt = PROMPTS[len(PROMPTS) - NUM_WORKERS + worker]
+                await wait_for(router, worker, last_prompt, PROMPT_BLOCKS)
             selected = [
                 (await router.select({"model_name": MODEL, "token_ids": [*prompt, 1]}))["worker_id"]
                 for prompt in PROMPTS
             ]
-            assert selected == [index % NUM_WORKERS for index in range(100)]
+            assert selected == [index % NUM_WORKERS for index in range(len(PROMPTS))]
 
     asyncio.run(test())
 
@@ -97,16 +101,16 @@ def test_the_holder_is_selected_each_time(form: str) -> None:
 @pytest.mark.parametrize("form", ["array", "map"])
 def test_salted_prompts_are_never_published(form: str) -> None:
     async def test() -> None:
-        async with routed(form) as (router, (source, *_)):
+        async with router_and_sources(form) as (router, (source, *_)):
             for prompt in SALTED_PROMPTS:
                 source.store(*prompt, namespace=SALTED)
             source.store(*PROMPTS[0], namespace=BASE)
-            await wait_for(router, 0, PROMPTS[0], 8)
+            await wait_for(router, 0, PROMPTS[0], PROMPT_BLOCKS)
             for prompt in SALTED_PROMPTS:
-                assert not any((await blocks_known(router, prompt)).values())
-                assert not any((await blocks_known(router, prompt, "secret")).values())
-            known = await blocks_known(router, SALTED_PROMPTS[0], salt_of(source, SALTED))
-            assert not any(known.values())
+                assert not any((await count_known_blocks(router, prompt)).values())
+                assert not any((await count_known_blocks(router, prompt, SALTED.salt)).values())
+            num_blocks_by_worker = await count_known_blocks(router, SALTED_PROMPTS[0], salt_of(source, SALTED))
+            assert not any(num_blocks_by_worker.values())
 
     asyncio.run(test())
 
@@ -114,12 +118,12 @@ def test_salted_prompts_are_never_published(form: str) -> None:
 @pytest.mark.parametrize("form", ["array", "map"])
 def test_evicted_blocks_are_forgotten(form: str) -> None:
     async def test() -> None:
-        async with routed(form) as (router, (source, *_)):
+        async with router_and_sources(form) as (router, (source, *_)):
             source.cache.purge()
             source.store(*PROMPTS[0])
-            await wait_for(router, 0, PROMPTS[0], 8)
+            await wait_for(router, 0, PROMPTS[0], PROMPT_BLOCKS)
             source.evict(3)
-            await wait_for(router, 0, PROMPTS[0], 5)
+            await wait_for(router, 0, PROMPTS[0], PROMPT_BLOCKS - 3)
             source.cache.purge()
             source.feed.publish()
             await wait_for(router, 0, PROMPTS[0], 0)

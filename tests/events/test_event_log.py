@@ -8,10 +8,12 @@ from radixkv.events.event_log import EventLog
 
 
 def removed(num_blocks: int = 1) -> BlocksRemoved:
+    """Return an event about removed blocks."""
     return BlocksRemoved(bytes(8 * num_blocks), "")
 
 
 def filled(num_batches: int, **bounds: int) -> EventLog:
+    """Return a log to which batches of one event about one block were appended."""
     log = EventLog(**bounds)
     for _ in range(num_batches):
         log.append((removed(),))
@@ -19,6 +21,7 @@ def filled(num_batches: int, **bounds: int) -> EventLog:
 
 
 def read(log: EventLog, after: int) -> list[int]:
+    """Return the numbers of the batches after a number."""
     numbers = []
     while (batch := log.after(after)) is not None:
         after = batch.sequence_number
@@ -54,16 +57,16 @@ def test_the_blocks_of_kept_batches_are_bounded() -> None:
     log = EventLog(max_batches=100, max_blocks=10)
     for _ in range(6):
         log.append((removed(2), removed(1), AllCleared()))
-    assert log.last - log.first + 1 == 3
+    assert log.last - log.first + 1 == 3, "three batches of three blocks; a fourth one would exceed ten blocks"
     log.append((removed(50),))
     assert log.first == log.last
     assert isinstance(log.after(log.last - 1), EventBatch)
     log.append((removed(),))
     assert log.first == log.last
-    assert log.num_blocks == 6 * 3 + 51
+    assert log.num_blocks == 6 * 3 + 50 + 1, "dropped batches count as well"
 
 
-def test_a_new_life_refuses_every_number_of_an_earlier_one() -> None:
+def test_after_a_restart_all_earlier_numbers_are_refused() -> None:
     old = EventLog(clock=lambda: 1000.0)
     new = EventLog(clock=lambda: 1000.5)
     for log in (old, new):

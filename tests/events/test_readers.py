@@ -11,9 +11,9 @@ import pytest
 
 from radixkv.api.events import EventBatch
 from radixkv.errors import Draining, EventsLost, StepHangs, TooManyReaders, UnknownEventNumber
-from radixkv.events.readers import MAX_BATCHES_PER_S, MAX_READERS, EventReaders
+from radixkv.events.readers import _MAX_BATCHES_AT_ONCE, MAX_BATCHES_PER_S, MAX_READERS, EventReaders
 from tests.events.event_oracle import Knowledge
-from tests.events.fake_source import SALTED, FakeSource
+from tests.events.fake_source import BLOCK_SIZE, SALTED, FakeSource
 from tests.patience import PATIENCE_S
 
 
@@ -22,12 +22,12 @@ def run(test: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def read(readers: EventReaders, start: int, last: int) -> list[EventBatch]:
-    """Read until the batch `last`, and close the reader."""
+    """Subscribe from `start` on, read up to the batch `last`, and close the reader."""
     batches = []
     async with contextlib.aclosing(readers.subscribe(start)) as stream:
         async for batch in stream:
             batches.append(batch)
-            if batch.sequence_number == last and (batch.snapshot is None or start == 0):
+            if batch.sequence_number == last:
                 return batches
     raise AssertionError("the stream ended")
 
@@ -47,7 +47,7 @@ def test_a_reader_gets_a_snapshot_and_then_new_batches() -> None:
             source.evict(1)
             for _ in range(2):
                 knowledge.read(await anext(stream))
-        assert len(knowledge.blocks) == 2
+        assert len(knowledge.blocks) == 2, "two in the snapshot, one stored, one evicted"
         assert first.sequence_number == source.log.last - 2
         assert source.num_readers == 0
 
@@ -65,11 +65,11 @@ def test_an_empty_cache_has_a_snapshot_too() -> None:
     run(test)
 
 
-def test_a_large_snapshot_comes_in_parts() -> None:
+def test_a_large_snapshot_consists_of_several_batches() -> None:
     async def test() -> None:
         source = FakeSource()
-        source.store(*range(4 * 1300))
-        source.store(*range(8), namespace=SALTED)
+        source.store(*range(1300 * BLOCK_SIZE))
+        source.store(*range(2 * BLOCK_SIZE), namespace=SALTED)
         stream, knowledge, parts = EventReaders(source).subscribe(0), Knowledge(), []
         async for batch in stream:
             knowledge.read(batch)
@@ -78,7 +78,7 @@ def test_a_large_snapshot_comes_in_parts() -> None:
             parts.append((batch.snapshot.index, batch.snapshot.count, batch.snapshot.num_blocks))
             if batch.snapshot.index + 1 == batch.snapshot.count:
                 break
-        assert parts == [(index, 3, 1302) for index in range(3)]
+        assert parts == [(index, 3, 1302) for index in range(3)], "at most 512 blocks per part"
         assert len(knowledge.blocks) == 1302
         await stream.aclose()
 
@@ -92,9 +92,9 @@ def test_a_reader_replays_from_its_sequence_number() -> None:
         source.switch_on()
         for token in range(5):
             source.store(token, 1, 2, 3)
-        middle = source.log.last - 3
-        batches = await read(readers, middle, source.log.last)
-        assert [batch.sequence_number for batch in batches] == [middle + n for n in range(1, 4)]
+        start = source.log.last - 3
+        batches = await read(readers, start, source.log.last)
+        assert [batch.sequence_number for batch in batches] == [start + n for n in range(1, 4)]
         assert all(batch.snapshot is None for batch in batches)
 
     run(test)
@@ -161,7 +161,9 @@ def test_one_reader_too_many_is_refused_until_another_one_closes() -> None:
         streams = [readers.subscribe(0) for _ in range(MAX_READERS)]
         with pytest.raises(TooManyReaders, match=f"events: expected at most {MAX_READERS} readers, got one more"):
             readers.subscribe(0)
-        await streams[0].aclose()  # it had not begun
+
+        # Two readers end: one is closed twice before it has read anything, one is cancelled while it waits for a batch.
+        await streams[0].aclose()
         await streams[0].aclose()
         await anext(streams[1])
         waiting = asyncio.ensure_future(anext(streams[1]))
@@ -169,6 +171,7 @@ def test_one_reader_too_many_is_refused_until_another_one_closes() -> None:
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
+
         for _ in range(2):
             streams.append(readers.subscribe(0))
         with pytest.raises(TooManyReaders):
@@ -180,33 +183,36 @@ def test_one_reader_too_many_is_refused_until_another_one_closes() -> None:
     run(test)
 
 
-def test_readers_together_get_a_bounded_number_of_batches_a_second() -> None:
+def test_all_readers_together_get_a_bounded_number_of_batches_per_second() -> None:
     async def test() -> None:
-        source, now_s, slept = FakeSource(), [100.0], []
+        source, now_s, sleeps_s = FakeSource(), [100.0], []
 
         async def sleep(seconds: float) -> None:
-            slept.append(seconds)
+            sleeps_s.append(seconds)
 
         readers = EventReaders(source)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("radixkv.events.readers.asyncio", SimpleNamespace(sleep=sleep))
             patch.setattr(readers, "_loop", SimpleNamespace(time=lambda: now_s[0]))
-            for _ in range(32):
+            for _ in range(_MAX_BATCHES_AT_ONCE):
                 await readers._take_turn()
-            assert len(slept) <= 1
-            slept.clear()
+            assert len(sleeps_s) <= 1
+            sleeps_s.clear()
+
+            # The clock stands still, so each sleep lasts until the turn of its batch, counted from the same moment.
             for _ in range(2 * MAX_BATCHES_PER_S):
                 await readers._take_turn()
-            assert slept[-1] == pytest.approx(2.0, abs=0.01)
+            assert sleeps_s[-1] == pytest.approx(2.0, abs=0.01)
+
             now_s[0] += 3.0
-            slept.clear()
+            sleeps_s.clear()
             await readers._take_turn()
-            assert slept == []
+            assert sleeps_s == []
 
     run(test)
 
 
-def test_batches_come_from_another_thread() -> None:
+def test_batches_published_on_another_thread_reach_readers() -> None:
     async def test() -> None:
         source = FakeSource()
         readers = EventReaders(source)
@@ -256,7 +262,7 @@ def test_readers_end_with_the_log_after_its_last_batch() -> None:
     run(test)
 
 
-def test_a_step_that_hangs_gives_no_snapshot() -> None:
+def test_a_new_reader_gets_an_error_while_a_step_hangs() -> None:
     async def test() -> None:
         source = FakeSource()
         source.is_hanging = True

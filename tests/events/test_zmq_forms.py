@@ -12,12 +12,12 @@ PACKED = np.array(HASHES, "<u8").tobytes()
 TOKENS = np.array([2**32 - 1, 1, 2, 3], "<u4").tobytes()
 PLAIN = BlocksStored(None, PACKED, TOKENS, 2, "")
 SALTED = BlocksStored(2**63, PACKED, TOKENS, 2, "0a" * 16)
-IN_A_STORE = BlocksStored(None, PACKED, b"", 2, "", "host"), BlocksRemoved(PACKED, "", "host")  # sent over gRPC only
+IN_A_STORE = BlocksStored(None, PACKED, b"", 2, "", "host"), BlocksRemoved(PACKED, "", "host")  # only gRPC reports them
 REMOVALS = BlocksRemoved(PACKED, ""), BlocksRemoved(PACKED, "0a" * 16)
 BATCH = EventBatch(5, 12.5, (PLAIN, SALTED, *IN_A_STORE, *REMOVALS, AllCleared()))
 
 
-def test_arrays_hold_what_may_be_matched_by_tokens() -> None:
+def test_arrays_contain_the_blocks_on_the_device_without_a_salt() -> None:
     assert msgpack.unpackb(array_payload(BATCH)) == [
         12.5,
         [
@@ -43,11 +43,11 @@ REMOVED = {"type": "BlockRemoved", "block_hashes": HASHES, "medium": "GPU"}
 
 
 @pytest.mark.parametrize("form", ["map", "plain_map"])
-def test_maps_hold_what_may_be_matched_by_tokens(form: str) -> None:
+def test_maps_contain_the_blocks_on_the_device_without_a_salt(form: str) -> None:
     assert msgpack.unpackb(PAYLOADS[form](BATCH)) == [12.5, [STORED, REMOVED, {"type": "AllBlocksCleared"}], 0]
 
 
 @pytest.mark.parametrize("form", PAYLOADS)
-def test_no_form_has_the_tokens_or_the_hashes_of_other_namespaces(form: str) -> None:
+def test_no_form_contains_blocks_of_a_namespace_with_a_salt(form: str) -> None:
     salted = BlocksStored(None, PACKED, TOKENS, 2, "0a" * 16), BlocksRemoved(PACKED, "0a" * 16)
     assert msgpack.unpackb(PAYLOADS[form](EventBatch(1, 2.0, salted))) == [2.0, [], 0]

@@ -16,12 +16,11 @@ from radixkv.events import peer_connection, zmq_port
 from radixkv.events.zmq_publisher import ZmqPublisher
 from radixkv.events.zmtp import MAX_FRAME_BYTES
 from tests.events.fake_source import FakeSource
-from tests.events.hostile_peers import COMMAND, GREETING, MORE, READY_OF, frame, hello
+from tests.events.hostile_peers import ALL_REPLAYS_REQUEST, COMMAND, GREETING, LONG, MORE, READY_OF, frame, hello
 from tests.patience import PATIENCE_S, wait_until
 
 ANYWHERE = "tcp://127.0.0.1:*"
-REQUEST = frame(b"", MORE) + frame(bytes(8))
-END = frame(b"", MORE) + frame(b"", MORE) + frame(b"\xff" * 8, MORE) + frame(b"")
+END_OF_REPLAY = frame(b"", MORE) + frame(b"", MORE) + frame(b"\xff" * 8, MORE) + frame(b"")
 
 
 @contextlib.contextmanager
@@ -33,7 +32,7 @@ def published(source: FakeSource, endpoint: str = ANYWHERE, **config: str) -> It
 
 @contextlib.contextmanager
 def peer(endpoint: str | None, sent: bytes = b"") -> Iterator[socket.socket]:
-    """Connect, and send bytes."""
+    """Connect to a port, send bytes, and yield the connection."""
     assert endpoint is not None
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S) as connection:
@@ -42,69 +41,73 @@ def peer(endpoint: str | None, sent: bytes = b"") -> Iterator[socket.socket]:
 
 
 def read_until(connection: socket.socket, end: bytes) -> bytes:
-    """Return what comes until some bytes have come."""
-    data = b""
-    while not data.endswith(end):
-        more = connection.recv(65_536)
-        assert more, data
-        data += more
-    return data
+    """Return the received bytes as soon as they end with `end`."""
+    received = b""
+    while not received.endswith(end):
+        chunk = connection.recv(65_536)
+        assert chunk, f"the connection was closed after {received!r}"
+        received += chunk
+    return received
 
 
-def is_closed(connection: socket.socket) -> bool:
-    """Read until the port closes the connection."""
+def wait_for_disconnection(connection: socket.socket) -> None:
+    """Read until the port closes the connection.
+
+    Raises:
+        TimeoutError: the connection stays open.
+    """
     with contextlib.suppress(ConnectionError):
         while connection.recv(65_536):
             pass
-    return True
 
 
 @pytest.mark.parametrize(
     "sent",
     [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\xff" + bytes(8) + b"\x7f\x02",  # ZMTP 2.0
-        GREETING.replace(b"NULL", b"PLAIN"),
-        GREETING + frame(b"\1"),  # a message before the handshake
-        GREETING + frame(b"\5HELLO", COMMAND),
-        GREETING + frame(b"", COMMAND),
-        GREETING + frame(b"\xffREADY", COMMAND),
-        GREETING + frame(b"\5READY\x0bSocket-Type\xff\xff\xff\xffSUB", COMMAND),
-        GREETING + frame(b"\5READY\x08Identity\0\0\0\0", COMMAND),
-        GREETING + frame(READY_OF[b"DEALER"], COMMAND),  # at the port for subscribers
-        hello(b"SUB") + b"\x80\0",  # an unknown flag
-        hello(b"SUB") + b"\2" + (MAX_FRAME_BYTES + 1).to_bytes(8, "big"),
-        hello(b"SUB") + b"\2" + b"\xff" * 8,
-        hello(b"SUB") + frame(b"\1", MORE) + frame(b""),
-        hello(b"SUB") + frame(b"\2"),
-        hello(b"SUB") + frame(b""),
-        hello(b"SUB") + frame(b"\5ERROR\3why", COMMAND),
+        pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="HTTP"),
+        pytest.param(b"\xff" + bytes(8) + b"\x7f\x02", id="ZMTP 2.0"),
+        pytest.param(GREETING.replace(b"NULL", b"PLAIN"), id="another mechanism"),
+        pytest.param(GREETING + frame(b"\1"), id="a message before READY"),
+        pytest.param(GREETING + frame(b"\5HELLO", COMMAND), id="another command than READY"),
+        pytest.param(GREETING + frame(b"", COMMAND), id="an empty command"),
+        pytest.param(GREETING + frame(b"\xffREADY", COMMAND), id="a command name longer than the frame"),
+        pytest.param(
+            GREETING + frame(b"\5READY\x0bSocket-Type\xff\xff\xff\xffSUB", COMMAND), id="a value longer than the frame"
+        ),
+        pytest.param(GREETING + frame(b"\5READY\x08Identity\0\0\0\0", COMMAND), id="no socket type"),
+        pytest.param(GREETING + frame(READY_OF[b"DEALER"], COMMAND), id="a DEALER at the port for subscribers"),
+        pytest.param(hello(b"SUB") + b"\x80\0", id="an unknown flag"),
+        pytest.param(hello(b"SUB") + bytes([LONG]) + (MAX_FRAME_BYTES + 1).to_bytes(8, "big"), id="a large frame"),
+        pytest.param(hello(b"SUB") + bytes([LONG]) + b"\xff" * 8, id="a frame of 2^64 - 1 bytes"),
+        pytest.param(hello(b"SUB") + frame(b"\1", MORE) + frame(b""), id="a subscription of two frames"),
+        pytest.param(hello(b"SUB") + frame(b"\2"), id="neither a subscription nor a cancellation"),
+        pytest.param(hello(b"SUB") + frame(b""), id="an empty message"),
+        pytest.param(hello(b"SUB") + frame(b"\5ERROR\3why", COMMAND), id="ERROR"),
     ],
-    ids=str,
 )
 def test_peers_that_violate_the_protocol_are_disconnected(sent: bytes) -> None:
     with published(FakeSource()) as publisher, peer(publisher.endpoint, sent) as connection:
-        assert is_closed(connection)
+        wait_for_disconnection(connection)
 
 
-def test_a_message_has_few_frames() -> None:
+def test_a_peer_whose_message_has_too_many_frames_is_disconnected() -> None:
     with (
         published(FakeSource()) as publisher,
         peer(publisher.replay_endpoint, hello(b"DEALER") + frame(b"", MORE) * 4) as connection,
     ):
-        assert is_closed(connection)
+        wait_for_disconnection(connection)
 
 
 def test_random_bytes_do_not_end_the_port() -> None:
-    source, numbers = FakeSource(), random.Random(0)
+    source, rng = FakeSource(), random.Random(0)
     with published(source) as publisher:
         source.store(1, 2, 3, 4)
         for endpoint, kind in ((publisher.endpoint, b"SUB"), (publisher.replay_endpoint, b"DEALER")):
             for _ in range(100):
-                start = bytes(numbers.choice((b"", GREETING, hello(kind), hello(kind) + frame(b"\1"))))
-                noise = bytearray(start + numbers.randbytes(numbers.randrange(1, 200)))
-                if numbers.random() < 0.5:
-                    noise[numbers.randrange(len(noise)) :] = numbers.randbytes(9)
+                start = bytes(rng.choice((b"", GREETING, hello(kind), hello(kind) + frame(b"\1"))))
+                noise = bytearray(start + rng.randbytes(rng.randrange(1, 200)))
+                if rng.random() < 0.5:
+                    noise[rng.randrange(len(noise)) :] = rng.randbytes(9)
                 with peer(endpoint, bytes(noise)):
                     pass
         assert is_answered(publisher.replay_endpoint)
@@ -114,9 +117,9 @@ def test_frames_may_arrive_byte_by_byte() -> None:
     source = FakeSource()
     with published(source) as publisher, peer(publisher.replay_endpoint) as connection:
         source.store(1, 2, 3, 4)
-        for byte in hello(b"DEALER") + REQUEST:
+        for byte in hello(b"DEALER") + ALL_REPLAYS_REQUEST:
             connection.sendall(bytes([byte]))
-        assert b"BlockStored" in read_until(connection, END)
+        assert b"BlockStored" in read_until(connection, END_OF_REPLAY)
 
 
 def test_commands_of_zmtp_3_1_subscribe_cancel_and_ping() -> None:
@@ -129,18 +132,19 @@ def test_commands_of_zmtp_3_1_subscribe_cancel_and_ping() -> None:
     ):
         read_until(connection, frame(b"\4PONGcontext", COMMAND))
         source.store(1, 2, 3, 4)
-        data = b""
-        while b"BlockStored" not in data:
-            data += connection.recv(65_536)
-        assert frame(b"kv@one", MORE) in data
+        received = b""
+        while b"BlockStored" not in received:
+            received += connection.recv(65_536)
+        assert frame(b"kv@one", MORE) in received
         connection.sendall(cancel + ping)
         read_until(connection, frame(b"\4PONGcontext", COMMAND))
         source.store(5, 6, 7, 8)
         connection.sendall(ping)
+        # Only the answer to the ping arrives, and no event.
         assert read_until(connection, frame(b"\4PONGcontext", COMMAND)) == frame(b"\4PONGcontext", COMMAND)
 
 
-def test_subscriptions_to_other_topics_are_forgotten() -> None:
+def test_subscriptions_to_other_topics_are_ignored() -> None:
     source = FakeSource()
     with (
         published(source, topic="kv") as publisher,
@@ -154,53 +158,53 @@ def test_subscriptions_to_other_topics_are_forgotten() -> None:
         assert not subscriber._subscriptions
         source.store(1, 2, 3, 4)
         connection.sendall(frame(b"\4PING\0\0", COMMAND))
+        # Only the answer to the ping arrives, and no event.
         assert read_until(connection, frame(b"\4PONG", COMMAND)) == frame(b"\4PONG", COMMAND)
 
 
-def test_a_replay_is_answered_before_the_next_request_is_read() -> None:
+def test_requests_that_arrive_during_a_replay_are_all_answered() -> None:
     source = FakeSource()
     with published(source) as publisher:
         source.store(1, 2, 3, 4)
-        with peer(publisher.replay_endpoint, hello(b"DEALER") + REQUEST * 500) as connection:
-            data, num_ends = b"", 0
-            while num_ends < 500:
-                data = data[-100:].rpartition(END)[2] if END in data else data
-                more = connection.recv(65_536)
-                assert more, f"the connection was closed after {num_ends} of 500 replays"
-                data += more
-                num_ends += data.count(END)
+        with peer(publisher.replay_endpoint, hello(b"DEALER") + ALL_REPLAYS_REQUEST * 500) as connection:
+            begun, num_replays = b"", 0  # what has arrived of an incomplete replay, and the number of complete ones
+            while num_replays < 500:
+                chunk = connection.recv(65_536)
+                assert chunk, f"the connection was closed after {num_replays} of 500 replays"
+                *complete, begun = (begun + chunk).split(END_OF_REPLAY)
+                num_replays += len(complete)
 
 
 def is_answered(endpoint: str | None) -> bool:
-    """Return whether a new reader gets a replay, or is disconnected."""
-    with contextlib.suppress(ConnectionError), peer(endpoint, hello(b"DEALER") + REQUEST) as connection:
-        data = b""
-        while more := connection.recv(65_536):
-            data += more
-            if data.endswith(END):
+    """Return whether a new reader gets a replay; if not, the port closes the connection."""
+    with contextlib.suppress(ConnectionError), peer(endpoint, hello(b"DEALER") + ALL_REPLAYS_REQUEST) as connection:
+        received = b""
+        while chunk := connection.recv(65_536):
+            received += chunk
+            if received.endswith(END_OF_REPLAY):
                 return True
     return False
 
 
-@pytest.mark.parametrize("limit", [4])
-def test_connections_beyond_the_limit_take_the_place_of_unfinished_ones(
-    limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_beyond_the_limit_take_the_place_of_unfinished_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 4
     monkeypatch.setattr(zmq_port, "MAX_PEERS", limit)
     source = FakeSource()
     with published(source) as publisher, contextlib.ExitStack() as stack:
         source.store(1, 2, 3, 4)
         silent = [stack.enter_context(peer(publisher.replay_endpoint)) for _ in range(limit)]
         honest = [
-            stack.enter_context(peer(publisher.replay_endpoint, hello(b"DEALER") + REQUEST)) for _ in range(limit)
+            stack.enter_context(peer(publisher.replay_endpoint, hello(b"DEALER") + ALL_REPLAYS_REQUEST))
+            for _ in range(limit)
         ]
         for connection in honest:
-            read_until(connection, END)
-        assert all(is_closed(connection) for connection in silent)
+            read_until(connection, END_OF_REPLAY)
+        for connection in silent:
+            wait_for_disconnection(connection)
         with peer(publisher.replay_endpoint, hello(b"DEALER")) as one_too_many:
-            assert is_closed(one_too_many)
-        honest[0].sendall(REQUEST)
-        read_until(honest[0], END)
+            wait_for_disconnection(one_too_many)
+        honest[0].sendall(ALL_REPLAYS_REQUEST)
+        read_until(honest[0], END_OF_REPLAY)
         honest.pop().close()
         wait_until(lambda: is_answered(publisher.replay_endpoint))
 
@@ -208,7 +212,7 @@ def test_connections_beyond_the_limit_take_the_place_of_unfinished_ones(
 def test_peers_that_do_not_finish_their_handshake_are_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_connection, "HANDSHAKE_S", 0.0)
     with published(FakeSource()) as publisher, peer(publisher.endpoint, GREETING) as connection:
-        assert is_closed(connection)
+        wait_for_disconnection(connection)
 
 
 def test_peers_that_read_nothing_are_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,19 +222,19 @@ def test_peers_that_read_nothing_are_disconnected(monkeypatch: pytest.MonkeyPatc
         source.store(token, 2, 3, 4)
     with (
         published(source) as publisher,
-        peer(publisher.replay_endpoint, hello(b"DEALER") + REQUEST * 1000) as connection,
+        peer(publisher.replay_endpoint, hello(b"DEALER") + ALL_REPLAYS_REQUEST * 1000) as connection,
     ):
         poll = select.poll()
-        poll.register(connection, select.POLLRDHUP)
+        poll.register(connection, select.POLLRDHUP)  # the port closes the connection
         assert poll.poll(PATIENCE_S * 1000)
 
 
-def test_closing_ends_while_peers_read_nothing() -> None:
+def test_the_publisher_closes_while_peers_read_nothing() -> None:
     source = FakeSource(max_batches=1000)
     with contextlib.ExitStack() as stack:
         with published(source) as publisher:
             for _ in range(20):
-                stack.enter_context(peer(publisher.replay_endpoint, hello(b"DEALER") + REQUEST * 1000))
+                stack.enter_context(peer(publisher.replay_endpoint, hello(b"DEALER") + ALL_REPLAYS_REQUEST * 1000))
                 stack.enter_context(peer(publisher.endpoint, hello(b"SUB") + frame(b"\1")))
             for token in range(1000):
                 source.store(token, 2, 3, 4)
@@ -246,7 +250,7 @@ def test_a_unix_socket_takes_the_place_of_a_stale_one_and_is_removed(tmp_path) -
     with published(source, f"ipc://{path}"), socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
         connection.sendall(hello(b"SUB") + frame(b"\1"))
-        data = b""
-        while b"SUB" not in data and b"PUB" not in data:
-            data += connection.recv(100)
+        received = b""
+        while b"PUB" not in received:  # the socket type in the port's handshake
+            received += connection.recv(100)
     assert not path.exists()

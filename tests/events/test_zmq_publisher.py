@@ -17,6 +17,7 @@ from tests.patience import PATIENCE_S, wait_until
 from tests.started_threads import started_threads
 
 ANYWHERE = "tcp://127.0.0.1:*"
+TOKENS = 3  # index of the token ids in a stored event in the form of an array
 
 
 @contextlib.contextmanager
@@ -48,8 +49,12 @@ def receive(reader: zmq.Socket[bytes]) -> tuple[int, list[Any]]:
     return int.from_bytes(sequence, "big"), events
 
 
-def replayed(reader: zmq.Socket[bytes], start: int) -> list[tuple[int, list[Any]]]:
-    """Request the batches from `start` on, and return all answers before the end marker."""
+def request_replay(reader: zmq.Socket[bytes], start: int) -> list[tuple[int, list[Any]]]:
+    """Request the batches from the number `start` on.
+
+    Returns:
+        The sequence number and the events of each batch, up to the end marker.
+    """
     reader.send_multipart([b"", start.to_bytes(8, "big")])
     answers = []
     while True:
@@ -61,20 +66,24 @@ def replayed(reader: zmq.Socket[bytes], start: int) -> list[tuple[int, list[Any]
         answers.append((int.from_bytes(sequence, "big"), msgpack.unpackb(payload)[1]))
 
 
-def begin(source: FakeSource, reader: zmq.Socket[bytes]) -> int:
-    """Publish until a subscriber gets a message, as a subscription takes a moment. Returns the next sequence number."""
-    sent = iter(range(100, 10_000))
+def wait_for_subscription(source: FakeSource, reader: zmq.Socket[bytes]) -> int:
+    """Publish until a subscriber gets messages, since a subscription takes effect later, and read all of them.
 
-    def has_come() -> bool:
-        source.store(next(sent), 2, 3, 4)
+    Returns:
+        The sequence number of the next batch.
+    """
+    first_tokens = iter(range(100, 10_000))
+
+    def is_subscribed() -> bool:
+        source.store(next(first_tokens), 2, 3, 4)
         return bool(reader.poll(0))
 
-    wait_until(has_come)
+    wait_until(is_subscribed)
     sequence = receive(reader)[0]
     while sequence < source.log.num_batches - 1:
-        following = receive(reader)[0]
-        assert following == sequence + 1
-        sequence = following
+        next_sequence = receive(reader)[0]
+        assert next_sequence == sequence + 1
+        sequence = next_sequence
     return sequence + 1
 
 
@@ -82,7 +91,7 @@ def begin(source: FakeSource, reader: zmq.Socket[bytes]) -> int:
 def test_a_subscriber_gets_each_batch_in_order(form: str) -> None:
     source = FakeSource()
     with published(source, form=form) as publisher, connected(zmq.SUB, publisher.endpoint) as reader:
-        first = begin(source, reader)
+        first = wait_for_subscription(source, reader)
         source.store(1, 2, 3, 4, 5, 6, 7, 8)
         source.store(1, 2, 3, 4, namespace=SALTED)
         source.cache.purge()
@@ -92,14 +101,14 @@ def test_a_subscriber_gets_each_batch_in_order(form: str) -> None:
         stored, salted, cleared = (events for _, events in messages)
         if form == "array":
             assert stored[0][0] == "BlockStored"
-            assert stored[0][2:5] == [None, [1, 2, 3, 4, 5, 6, 7, 8], 4]
-            assert len(stored[0][1]) == 2
+            assert len(stored[0][1]) == 2, "the hashes of two blocks"
+            assert stored[0][2:5] == [None, [1, 2, 3, 4, 5, 6, 7, 8], 4], "the parent, the tokens and the block size"
             assert cleared == [["AllBlocksCleared"]]
         else:
             assert stored[0]["type"] == "BlockStored"
             assert stored[0]["token_ids"] == [1, 2, 3, 4, 5, 6, 7, 8]
             assert cleared == [{"type": "AllBlocksCleared"}]
-        assert salted == []
+        assert salted == [], "salted prompts are not published"
 
 
 def test_batches_are_replayed_from_a_number_on() -> None:
@@ -107,28 +116,28 @@ def test_batches_are_replayed_from_a_number_on() -> None:
     with published(source) as publisher, connected(zmq.DEALER, publisher.replay_endpoint) as reader:
         for token in range(20):
             source.store(token, 2, 3, 4)
-        everything = replayed(reader, 0)
+        everything = request_replay(reader, 0)
         assert [number for number, _ in everything] == list(range(20))
-        assert [events[0][3] for _, events in everything] == [[token, 2, 3, 4] for token in range(20)]
-        assert replayed(reader, 15) == everything[15:]
-        assert replayed(reader, 20) == []
-        assert replayed(reader, 2**64 - 1) == []
+        assert [events[0][TOKENS] for _, events in everything] == [[token, 2, 3, 4] for token in range(20)]
+        assert request_replay(reader, 15) == everything[15:]
+        assert request_replay(reader, 20) == []
+        assert request_replay(reader, 2**64 - 1) == []
 
 
-def test_a_replay_begins_with_what_is_kept() -> None:
+def test_a_replay_begins_with_the_oldest_kept_batch() -> None:
     source = FakeSource(max_batches=8)
     with published(source) as publisher, connected(zmq.DEALER, publisher.replay_endpoint) as reader:
         for token in range(20):
             source.store(token, 2, 3, 4)
-        assert [number for number, _ in replayed(reader, 0)] == list(range(12, 20))
+        assert [number for number, _ in request_replay(reader, 0)] == list(range(12, 20))
 
 
-def test_a_replay_is_longer_than_a_queue() -> None:
+def test_a_replay_may_have_more_batches_than_a_queue_of_zmq() -> None:
     source = FakeSource(max_batches=5000)
     with published(source) as publisher, connected(zmq.DEALER, publisher.replay_endpoint) as reader:
-        for token in range(4000):
+        for token in range(4000):  # libzmq queues 1,000 messages by default
             source.store(token, 2, 3, 4)
-        assert [number for number, _ in replayed(reader, 0)] == list(range(4000))
+        assert [number for number, _ in request_replay(reader, 0)] == list(range(4000))
 
 
 def test_a_malformed_request_is_not_answered(caplog: pytest.LogCaptureFixture) -> None:
@@ -138,11 +147,11 @@ def test_a_malformed_request_is_not_answered(caplog: pytest.LogCaptureFixture) -
         with caplog.at_level(logging.WARNING):
             for frames in ([b""], [b"", b"123"], [b"x", bytes(8)], [b"", bytes(8), b""]):
                 reader.send_multipart(frames)
-            assert len(replayed(reader, 0)) == 1
+            assert len(request_replay(reader, 0)) == 1
     assert caplog.text.count("malformed requests for replays") == 1
 
 
-def test_readers_of_replays_that_leave_are_forgotten() -> None:
+def test_readers_that_disconnect_during_a_replay_do_not_disturb_later_ones() -> None:
     source = FakeSource(max_batches=5000)
     with published(source) as publisher:
         for token in range(3000):
@@ -152,20 +161,21 @@ def test_readers_of_replays_that_leave_are_forgotten() -> None:
                 reader.send_multipart([b"", bytes(8)])
                 reader.recv_multipart()
         with connected(zmq.DEALER, publisher.replay_endpoint) as reader:
-            assert len(replayed(reader, 2990)) == 10
+            assert len(request_replay(reader, 2990)) == 10
 
 
 def test_a_stalled_subscriber_does_not_delay_others() -> None:
     source = FakeSource(max_batches=50)
     with (
         published(source) as publisher,
-        connected(zmq.SUB, publisher.endpoint) as deaf,
+        connected(zmq.SUB, publisher.endpoint) as stalled,
         connected(zmq.DEALER, publisher.replay_endpoint) as reader,
     ):
-        begin(source, deaf)
+        wait_for_subscription(source, stalled)
         for token in range(3000):
             source.store(token, 2, 3, 4)
-        assert replayed(reader, source.log.num_batches - 1)[0][1][0][3] == [2999, 2, 3, 4]
+        ((_, events),) = request_replay(reader, source.log.num_batches - 1)
+        assert events[0][TOKENS] == [2999, 2, 3, 4]
 
 
 def test_the_topic_is_the_first_frame() -> None:
@@ -178,16 +188,16 @@ def test_the_topic_is_the_first_frame() -> None:
         assert reader.recv_multipart()[1] == b"kv@one@tiny"
 
 
-def test_closing_publishes_the_rest_and_ends_the_thread() -> None:
+def test_closing_sends_the_last_batches_and_ends_the_thread() -> None:
     started = started_threads()
     source = FakeSource()
     publisher = ZmqPublisher(source, EventsConfig(zmq_endpoint=ANYWHERE))
     assert publisher.replay_endpoint is None
     with connected(zmq.SUB, publisher.endpoint) as reader:
-        sequence = begin(source, reader)
+        sequence = wait_for_subscription(source, reader)
         source.store(1, 2, 3, 4)
         publisher.close()
-        publisher.close()
+        publisher.close()  # again, which has no effect
         assert receive(reader)[0] == sequence
         source.store(1, 2, 3, 4, 5, 6, 7, 8)
     assert not started("radixkv-events")

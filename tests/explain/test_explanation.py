@@ -1,4 +1,4 @@
-"""Explanations of look-ups: which branch is shown, and what the numbers mean."""
+"""Explanations of look-ups: which branch they show, and what their numbers count."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from radixkv.api.explanation import (
 from radixkv.api.miss_reason import MissReason
 from radixkv.explain.explanation import explain
 from radixkv.invocation import MAX_INVOKED_VOCAB
+from radixkv.tokens import TOKEN_BYTES
 
 SHARED = list(range(100, 120))
 TAIL = list(range(200, 300))
@@ -34,7 +35,7 @@ def explained(
     segments: tuple[PromptSegment, ...] = (),
     vocab_size: int = 1000,
 ) -> Explanation:
-    """Explain a prompt; the branches follow each other by their last use."""
+    """Explain a prompt. A request last used the branch with the index `i` `i` seconds ago."""
     divergence = Divergence(
         left_at, tuple(CachedBranch((packed(ids),), 0, float(index)) for index, ids in enumerate(branches))
     )
@@ -64,7 +65,7 @@ def test_both_sides_and_the_tokens_before_them_are_shown() -> None:
     assert (difference.prompt_span_tokens, difference.branch_span_tokens) == (1, 2)
 
 
-def test_without_a_place_where_they_are_equal_again_all_shown_tokens_differ() -> None:
+def test_if_the_two_sides_are_never_equal_again_all_shown_tokens_differ() -> None:
     difference = explained([*SHARED, *range(400, 450)], [*range(500, 550)]).difference
     assert difference is not None
     assert difference.kind is DifferenceKind.UNCLASSIFIED
@@ -72,14 +73,14 @@ def test_without_a_place_where_they_are_equal_again_all_shown_tokens_differ() ->
     assert (difference.prompt_span_tokens, difference.branch_span_tokens, difference.lost_tokens) == (None, None, 0)
 
 
-def test_seconds_are_those_of_the_tokens() -> None:
-    found = explained([*SHARED, 1, *TAIL], [2, *TAIL], token_s=0.5)
-    assert found.difference is not None
-    assert (found.computed_tokens, found.computed_s) == (101, 50.5)
-    assert (found.difference.lost_tokens, found.difference.lost_s) == (100, 50.0)
+def test_the_reported_seconds_are_the_tokens_times_the_time_per_token() -> None:
+    explanation = explained([*SHARED, 1, *TAIL], [2, *TAIL], token_s=0.5)
+    assert explanation.difference is not None
+    assert (explanation.computed_tokens, explanation.computed_s) == (101, 50.5)
+    assert (explanation.difference.lost_tokens, explanation.difference.lost_s) == (100, 50.0)
 
 
-def test_tokens_that_the_prompt_has_cached_itself_count_as_computed() -> None:
+def test_tokens_after_the_divergence_count_as_computed_even_if_they_are_cached() -> None:
     assert explained([*SHARED, 1, *TAIL], [2, *TAIL], cached_tokens=120).computed_tokens == 101
     assert explained([*SHARED, 1, *TAIL], left_at=121, cached_tokens=120).computed_tokens == 1
 
@@ -88,7 +89,7 @@ def test_tokens_that_are_found_but_cannot_be_reused_count_as_computed() -> None:
     assert explained([*SHARED, 1, *TAIL], [2, *TAIL], cached_tokens=5).computed_tokens == 116
 
 
-def test_the_segment_has_the_position() -> None:
+def test_the_reported_segment_contains_the_divergence() -> None:
     segments = (PromptSegment("system", 20), PromptSegment("tools", 21), PromptSegment("rest", 121))
     prompt = [*SHARED, 1, *TAIL]
     assert explained(prompt, [2], segments=segments).segment == "tools"
@@ -98,9 +99,10 @@ def test_the_segment_has_the_position() -> None:
 
 
 def test_marks_of_invoked_adapters_are_not_shown() -> None:
-    mark = 3 * MAX_INVOKED_VOCAB
-    prompt = [*SHARED, *(each + mark for each in (1, *TAIL))]
-    difference = explained(prompt, [each + mark for each in (2, *TAIL)]).difference
+    mark = 3 * MAX_INVOKED_VOCAB  # of the third adapter
+    prompt = [*SHARED, *(token_id + mark for token_id in (1, *TAIL))]
+    branch = [token_id + mark for token_id in (2, *TAIL)]
+    difference = explained(prompt, branch).difference
     assert difference is not None
     assert (difference.prompt.token_ids[:2], difference.branch.token_ids[:2]) == ((1, 200), (2, 200))
     assert difference.lost_tokens == len(TAIL)
@@ -108,7 +110,8 @@ def test_marks_of_invoked_adapters_are_not_shown() -> None:
 
 def test_a_branch_of_several_nodes_is_one_run_of_tokens() -> None:
     runs = (packed([9, 9, 2, *TAIL[:5]]), packed(TAIL[5:50]), packed(TAIL[50:]))
-    divergence = Divergence(len(SHARED), (CachedBranch(runs, 8, 0.0),))
+    branch = CachedBranch(runs, start_byte=2 * TOKEN_BYTES, idle_s=0.0)  # after the two tokens 9
+    divergence = Divergence(len(SHARED), (branch,))
     look_up = LookUp(packed([*SHARED, 1, *TAIL]), len(SHARED), MissReason.DIVERGED, divergence, None)
     difference = explain(look_up).difference
     assert difference is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -18,54 +19,68 @@ def tokens_of(ids: list[int]) -> np.ndarray:
 
 
 def first_windows(ids: list[int]) -> dict[tuple[int, ...], int]:
-    """Return the first position of each window."""
-    found: dict[tuple[int, ...], int] = {}
+    """Return the first position of each window of `MIN_EQUAL_TOKENS` tokens."""
+    first_positions: dict[tuple[int, ...], int] = {}
     for start in range(len(ids) - MIN_EQUAL_TOKENS + 1):
-        found.setdefault(tuple(ids[start : start + MIN_EQUAL_TOKENS]), start)
-    return found
+        first_positions.setdefault(tuple(ids[start : start + MIN_EQUAL_TOKENS]), start)
+    return first_positions
 
 
-def oracle(prompt: list[int], branch: list[int]) -> Realignment | None:
-    ours, theirs = first_windows(prompt), first_windows(branch)
-    pairs = [(ours[window], theirs[window]) for window in ours.keys() & theirs.keys()]
+def realign_by_brute_force(prompt: list[int], branch: list[int]) -> Realignment | None:
+    """Return the same as `realign`: the oracle of these tests."""
+    prompt_starts, branch_starts = first_windows(prompt), first_windows(branch)
+    common_windows = prompt_starts.keys() & branch_starts.keys()
+    pairs = [(prompt_starts[window], branch_starts[window]) for window in common_windows]
     if not pairs:
         return None
-    limit = 2 * min(one + other for one, other in pairs) + MIN_EQUAL_TOKENS
+    max_skipped = 2 * min(map(sum, pairs)) + MIN_EQUAL_TOKENS
     runs = set()
-    for one, other in pairs:
-        if one + other <= limit:
-            start, end = (one, other), (one, other)
-            while min(start) > 0 and prompt[start[0] - 1] == branch[start[1] - 1]:
-                start = start[0] - 1, start[1] - 1
-            while end[0] < len(prompt) and end[1] < len(branch) and prompt[end[0]] == branch[end[1]]:
-                end = end[0] + 1, end[1] + 1
-            runs.add(Realignment(*start, end[0] - start[0]))
-    return min(runs, key=lambda run: (-run[2], run[0] + run[1], run[0]))
+    for prompt_start, branch_start in pairs:
+        if prompt_start + branch_start > max_skipped:
+            continue
+        num_before = 0
+        while (
+            num_before < min(prompt_start, branch_start)
+            and prompt[prompt_start - num_before - 1] == branch[branch_start - num_before - 1]
+        ):
+            num_before += 1
+        num_after = 0
+        while (
+            num_after < min(len(prompt) - prompt_start, len(branch) - branch_start)
+            and prompt[prompt_start + num_after] == branch[branch_start + num_after]
+        ):
+            num_after += 1
+        runs.add(Realignment(prompt_start - num_before, branch_start - num_before, num_before + num_after))
+    return min(runs, key=lambda run: (-run.equal_tokens, run.prompt_span + run.branch_span, run.prompt_span))
 
 
-def random_sides(rng: random.Random) -> tuple[list[int], list[int]]:
+def draw_sides(rng: random.Random) -> tuple[list[int], list[int]]:
     """Return two runs that begin differently, made of the same few passages and of random tokens."""
     passages = [[rng.randrange(50) for _ in range(rng.randrange(1, 80))] for _ in range(5)]
 
-    def side(first: int) -> list[int]:
+    def draw_side(first: int) -> list[int]:
         ids = [first]
         for _ in range(rng.randrange(6)):
-            ids += rng.choice(passages) if rng.random() < 0.8 else [rng.randrange(50) for _ in range(rng.randrange(20))]
+            if rng.random() < 0.8:
+                ids += rng.choice(passages)
+            else:
+                ids += [rng.randrange(50) for _ in range(rng.randrange(20))]
         return ids
 
-    return side(100), side(101)
+    return draw_side(100), draw_side(101)
 
 
 def test_a_realignment_agrees_with_a_comparison_of_all_positions() -> None:
     rng = random.Random(7)
-    outcomes = []
+    found = []
     for _ in range(600):
-        prompt, branch = random_sides(rng)
-        found = realign(tokens_of(prompt), tokens_of(branch))
-        assert found == oracle(prompt, branch)
-        outcomes.append(found)
-    assert 100 < sum(found is not None for found in outcomes) < 500
-    assert sum(found is not None and found.prompt_span != found.branch_span for found in outcomes) > 50
+        prompt, branch = draw_sides(rng)
+        realignment_or_none = realign(tokens_of(prompt), tokens_of(branch))
+        assert realignment_or_none == realign_by_brute_force(prompt, branch)
+        if realignment_or_none is not None:
+            found.append(realignment_or_none)
+    assert 100 < len(found) < 500
+    assert sum(each.prompt_span != each.branch_span for each in found) > 50
 
 
 def test_a_passage_that_recurs_does_not_hide_the_longer_run() -> None:
@@ -74,25 +89,27 @@ def test_a_passage_that_recurs_does_not_hide_the_longer_run() -> None:
     assert found == Realignment(60, 0, 54 + 60 + 500)
 
 
-def test_a_second_difference_ends_what_would_have_matched() -> None:
+def test_a_realignment_ends_at_a_second_difference() -> None:
     first, second = list(range(200, 250)), list(range(300, 1300))
     found = realign(tokens_of([1, *first, 2, *second]), tokens_of([3, *first, 4, *second]))
     assert found == Realignment(1, 1, 50)
 
 
 @pytest.mark.parametrize(("num_between", "nearest"), [(1, Realignment(1, 42, 40)), (3, Realignment(42, 1, 40))])
-@pytest.mark.parametrize("starts", [(200, 300), (300, 200)])  # so that the order of the hashes cannot decide
+@pytest.mark.parametrize(
+    "starts", [(200, 300), (300, 200)]
+)  # in both orders, since the order of the hashes must not matter
 def test_of_equally_long_runs_the_nearest_is_chosen(
     num_between: int, nearest: Realignment, starts: tuple[int, int]
 ) -> None:
-    """Of equally near ones, it is the one that skips fewer tokens of the prompt."""
+    """Of equally long and equally near runs, the one that skips fewer tokens of the prompt is chosen."""
     first, second = (list(range(start, start + 40)) for start in starts)
     prompt, branch = [1, *first, 2, *second], [3, *second, *[4] * num_between, *first]
     assert realign(tokens_of(prompt), tokens_of(branch)) == nearest
 
 
 @pytest.mark.parametrize("num_equal", [MIN_EQUAL_TOKENS - 1, MIN_EQUAL_TOKENS])
-def test_fewer_equal_tokens_are_a_coincidence(num_equal: int) -> None:
+def test_a_run_of_fewer_equal_tokens_is_no_realignment(num_equal: int) -> None:
     tail = list(range(200, 200 + num_equal))
     found = realign(tokens_of([1, *tail]), tokens_of([2, 3, *tail]))
     assert found == (Realignment(1, 2, num_equal) if num_equal == MIN_EQUAL_TOKENS else None)
@@ -104,40 +121,49 @@ def test_an_empty_side_is_not_realigned(side: str) -> None:
     assert realign(sides["prompt"], sides["branch"]) is None
 
 
-def test_equal_hashes_of_different_tokens_are_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(realignment, "window_hashes", lambda tokens: np.zeros(max(0, tokens.size - 31), np.uint64))
+def test_equal_hashes_of_different_tokens_are_no_realignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        realignment, "window_hashes", lambda tokens: np.zeros(max(0, tokens.size - MIN_EQUAL_TOKENS + 1), np.uint64)
+    )
     assert realign(tokens_of(list(range(99))), tokens_of(list(range(500, 599)))) is None
 
 
 @pytest.mark.parametrize("span", [MAX_SPAN_TOKENS - 1, MAX_SPAN_TOKENS])
-def test_the_search_is_bounded(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_hashed = []
-    hash_windows = realignment.window_hashes
+def test_only_the_first_tokens_of_each_side_are_searched(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed_sizes = []
+    window_hashes = realignment.window_hashes
 
-    def counting(tokens):
-        num_hashed.append(tokens.size)
-        return hash_windows(tokens)
+    def count_and_hash(tokens):
+        hashed_sizes.append(tokens.size)
+        return window_hashes(tokens)
 
-    monkeypatch.setattr(realignment, "window_hashes", counting)
+    monkeypatch.setattr(realignment, "window_hashes", count_and_hash)
     tail = np.arange(300_000, dtype=np.uint32)
-    ours = np.arange(1_000_000, 1_000_000 + span, dtype=np.uint32)
-    found = realign(np.append(ours, tail), np.append(np.uint32(7), tail))
+    prompt_span = np.arange(1_000_000, 1_000_000 + span, dtype=np.uint32)
+    found = realign(np.append(prompt_span, tail), np.append(np.uint32(7), tail))
     assert found == (Realignment(span, 1, 300_000) if span < MAX_SPAN_TOKENS else None)
-    assert max(num_hashed) < MAX_SPAN_TOKENS + MIN_EQUAL_TOKENS
+    assert max(hashed_sizes) < MAX_SPAN_TOKENS + MIN_EQUAL_TOKENS
 
 
 def test_runs_are_compared_at_most_64_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_runs = []
+    num_runs = 0
     run_at = realignment._run_at
-    monkeypatch.setattr(realignment, "_run_at", lambda *side: num_runs.append(1) or run_at(*side))
+
+    def count_and_compare(*arguments):
+        nonlocal num_runs
+        num_runs += 1
+        return run_at(*arguments)
+
+    monkeypatch.setattr(realignment, "_run_at", count_and_compare)
     rng = random.Random(3)
     passages = [[rng.randrange(10**6) for _ in range(MIN_EQUAL_TOKENS)] for _ in range(300)]
-    both = [passages, sorted(passages)]
-    realign(*(tokens_of([index, *(each for passage in side for each in passage)]) for index, side in enumerate(both)))
-    assert 1 < len(num_runs) <= 64
+    prompt = [0, *itertools.chain(*passages)]
+    branch = [1, *itertools.chain(*sorted(passages))]  # the same passages in another order
+    realign(tokens_of(prompt), tokens_of(branch))
+    assert 1 < num_runs <= 64
 
 
-def test_permuted_spans_end_where_both_sides_are_as_long_again() -> None:
+def test_permuted_spans_end_after_the_same_number_of_tokens_on_both_sides() -> None:
     first, second, rest = list(range(200, 250)), list(range(300, 360)), list(range(400, 500))
     prompt, branch = tokens_of([*first, *second, *rest]), tokens_of([*second, *first, *rest])
     nearest = realign(prompt, branch)
@@ -155,7 +181,7 @@ def test_another_id_before_moved_parts_is_not_a_part_of_them() -> None:
 
 
 def test_moved_parts_end_where_both_sides_have_the_same_tokens() -> None:
-    """At the ends of the parts, a few tokens differ, because they are split in another way there."""
+    """The tokens between the parts differ, as if the text at their ends were tokenized differently."""
     parts = [list(range(start, start + 40)) for start in (200, 300, 400)]
     rest = list(range(600, 700))
     prompt = tokens_of([*parts[0], 1, *parts[1], 2, *parts[2], 3, *rest])
@@ -163,10 +189,12 @@ def test_moved_parts_end_where_both_sides_have_the_same_tokens() -> None:
     nearest = realign(prompt, branch)
     assert nearest is not None
     assert end_of_reordering(prompt, branch, nearest) == Realignment(123, 124, 100)
-    other = tokens_of([*range(800, 840), 4, *parts[0], 5, 6, *parts[1], 7, *rest])
-    nearest = realign(prompt, other)
+
+    # Without the moved third part, the difference is no reordering.
+    branch = tokens_of([*range(800, 840), 4, *parts[0], 5, 6, *parts[1], 7, *rest])
+    nearest = realign(prompt, branch)
     assert nearest is not None
-    assert end_of_reordering(prompt, other, nearest) == nearest
+    assert end_of_reordering(prompt, branch, nearest) == nearest
 
 
 def test_spans_are_permuted_if_nine_tenths_of_their_tokens_are_the_same() -> None:
@@ -175,14 +203,16 @@ def test_spans_are_permuted_if_nine_tenths_of_their_tokens_are_the_same() -> Non
     num_permuted = 0
     for _ in range(300):
         first = [rng.randrange(20) for _ in range(rng.randrange(1, 40))]
-        second = [each if rng.random() < 0.95 else 50 for each in rng.sample(first, len(first))]
+        shuffled = rng.sample(first, len(first))
+        second = [token_id if rng.random() < 0.95 else 50 for token_id in shuffled]
         if first[0] == second[0]:
             continue
         num_common = (Counter(first) & Counter(second)).total()
         nearest = Realignment(0, 0, 0)
         found = end_of_permutation(tokens_of([*first, 98, *rest]), tokens_of([*second, 99, *rest]), nearest)
-        is_permuted = num_common >= 0.9 * (len(first) + 1) and len(first) + 1 >= 8
-        assert found == (Realignment(len(first) + 1, len(first) + 1, 100) if is_permuted else nearest)
+        num_span_tokens = len(first) + 1  # with 98 or 99, at which both spans end
+        is_permuted = num_common >= 0.9 * num_span_tokens and num_span_tokens >= 8
+        assert found == (Realignment(num_span_tokens, num_span_tokens, len(rest)) if is_permuted else nearest)
         num_permuted += is_permuted
     assert 50 < num_permuted < 200
 

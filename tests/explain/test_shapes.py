@@ -1,4 +1,4 @@
-"""The kinds of differences in the shapes that users report, with a token per character and with a real tokenizer."""
+"""The kind of each shape of `shapes.py` is recognized, with a token per character and with a real tokenizer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.explain import kinds
 from radixkv.explain.explanation import explain
+from radixkv.explain.realignment import MIN_EQUAL_TOKENS
 from radixkv.model.tiny_files import write_tiny_files
 from radixkv.service.text.tokenizer import Tokenizer
 from tests.fakes import MODEL, FakeClock
@@ -23,11 +24,13 @@ from .shapes import ANSWER, NEXT, RULES, SHAPES, TASK
 
 
 class Encoding(NamedTuple):
+    """How text becomes token ids, and how token ids become text."""
+
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[Sequence[int]], str]
 
 
-CHARACTERS = Encoding(lambda text: [ord(each) for each in text], lambda ids: "".join(map(chr, ids)))
+CHARACTERS = Encoding(lambda text: [ord(character) for character in text], lambda ids: "".join(map(chr, ids)))
 
 
 @pytest.fixture(scope="module", params=["characters", "tiny"])
@@ -43,6 +46,7 @@ def encoding(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def explained(
     prompt: Sequence[int], cached: Sequence[int], decode: Callable[[Sequence[int]], str] | None
 ) -> Explanation:
+    """Explain a prompt with a cache that contains one other prompt; `decode` is None without text."""
     cache = PrefixCache(1024, 16, clock=FakeClock())
     with cache.lease(MODEL, np.array(cached, "<u4").tobytes()) as lease:
         lease.commit(len(cached))
@@ -52,73 +56,78 @@ def explained(
 
 
 class CountingPattern:
-    """A regular expression that records how much text it is asked to search."""
+    """A regular expression that appends to `searched_chars` how many characters it is asked to search."""
 
-    def __init__(self, pattern: re.Pattern[str], searched: list[int]) -> None:
+    def __init__(self, pattern: re.Pattern[str], searched_chars: list[int]) -> None:
         self._pattern = pattern
-        self._searched = searched
+        self._searched_chars = searched_chars
 
     def finditer(self, text: str, start: int = 0, end: int = 10**9) -> Iterator[re.Match[str]]:
-        self._searched.append(min(end, len(text)) - start)
+        self._searched_chars.append(min(end, len(text)) - start)
         return self._pattern.finditer(text, start, end)
 
 
 def test_only_the_text_around_a_difference_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The regular expressions would hold the GIL for as long as they search."""
-    searched: list[int] = []
+    searched_chars: list[int] = []
     for name in ("_DATE_OR_TIME", "_UUID"):
-        monkeypatch.setattr(kinds, name, CountingPattern(getattr(kinds, name), searched))
+        monkeypatch.setattr(kinds, name, CountingPattern(getattr(kinds, name), searched_chars))
     for length in (16, 3_000):
-        words, others = "one word or two " * (length // 16), "and another one " * (length // 16)
-        explained(
-            CHARACTERS.encode(f"{RULES}{words}{TASK}"), CHARACTERS.encode(f"{RULES}{others}{TASK}"), CHARACTERS.decode
-        )
+        words, other_words = "one word or two " * (length // 16), "and another one " * (length // 16)
+        prompt = CHARACTERS.encode(f"{RULES}{words}{TASK}")
+        cached = CHARACTERS.encode(f"{RULES}{other_words}{TASK}")
+        explained(prompt, cached, CHARACTERS.decode)
+
+    # Tokens of 400 spaces surround the one that differs.
     prompt, cached = [*range(100, 140), 1, *range(200, 240)], [*range(100, 140), 2, *range(200, 240)]
     texts = {1: "10:31", 2: "10:47"}
-    explained(prompt, cached, lambda ids: "".join(texts.get(each, " " * 400) for each in ids))
-    assert 0 < max(searched) <= 3 * 128
+    explained(prompt, cached, lambda ids: "".join(texts.get(token_id, " " * 400) for token_id in ids))
+    assert 0 < max(searched_chars) <= 3 * kinds._MAX_MATCH_CHARS
 
 
-def test_very_long_texts_are_judged_by_their_tokens() -> None:
+def test_the_text_of_very_long_tokens_is_not_searched() -> None:
     prompt, cached = [*range(100, 140), 1, *range(200, 240)], [*range(100, 140), 2, *range(200, 240)]
 
-    def long_texts(ids: Sequence[int]) -> str:
-        return "".join("10:31" if each == 1 else "10:47" if each == 2 else " " * 1000 for each in ids)
+    texts = {1: "10:31", 2: "10:47"}
+    for num_chars, kind in ((1, DifferenceKind.DATE_OR_TIME), (1000, DifferenceKind.REPLACED)):
+        other_text = " " * num_chars
 
-    def short_texts(ids: Sequence[int]) -> str:
-        return long_texts(ids).replace(" " * 1000, " ")
+        def decode(ids: Sequence[int], other_text: str = other_text) -> str:
+            return "".join(texts.get(token_id, other_text) for token_id in ids)
 
-    kinds_found = [explained(prompt, cached, each).difference for each in (short_texts, long_texts)]
-    assert [each and each.kind for each in kinds_found] == [DifferenceKind.DATE_OR_TIME, DifferenceKind.REPLACED]
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_kind_of_a_reported_shape(name: str, encoding: Encoding) -> None:
-    prompt, cached, kind = SHAPES[name]
-    found = explained(encoding.encode(prompt), encoding.encode(cached), encoding.decode)
-    assert found.difference is not None
-    assert found.difference.kind is kind
+        difference = explained(prompt, cached, decode).difference
+        assert difference is not None
+        assert difference.kind is kind
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_what_would_have_matched_is_the_end_that_both_prompts_have(name: str) -> None:
-    """All shapes but the unrelated ones end with the same characters."""
+def test_the_kind_of_each_shape_is_recognized(name: str, encoding: Encoding) -> None:
     prompt, cached, kind = SHAPES[name]
-    difference = explained(*map(CHARACTERS.encode, (prompt, cached)), CHARACTERS.decode).difference
+    difference = explained(encoding.encode(prompt), encoding.encode(cached), encoding.decode).difference
+    assert difference is not None
+    assert difference.kind is kind
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_lost_tokens_are_also_in_the_cached_prompt(name: str) -> None:
+    """The prompts of all shapes but those without a kind end with the same characters as the cached prompts."""
+    prompt, cached, kind = SHAPES[name]
+    explanation = explained(CHARACTERS.encode(prompt), CHARACTERS.encode(cached), CHARACTERS.decode)
+    difference = explanation.difference
     assert difference is not None
     if kind is DifferenceKind.UNCLASSIFIED:
         assert difference.lost_tokens == 0
         assert difference.prompt_span_tokens is None
         return
     assert difference.prompt_span_tokens is not None
-    start = explained(*map(CHARACTERS.encode, (prompt, cached)), None).left_at + difference.prompt_span_tokens
-    equal = prompt[start : start + difference.lost_tokens]
-    assert len(equal) == difference.lost_tokens >= 32
-    assert equal in cached
+    start = explanation.left_at + difference.prompt_span_tokens
+    lost_text = prompt[start : start + difference.lost_tokens]
+    assert len(lost_text) == difference.lost_tokens >= MIN_EQUAL_TOKENS
+    assert lost_text in cached
 
 
 @pytest.mark.parametrize("name", ["injected message", "stripped thinking", "tools in another order", "last tool first"])
-def test_tokens_alone_show_what_moved_or_is_on_one_side(name: str, encoding: Encoding) -> None:
+def test_without_text_moved_inserted_and_removed_parts_are_recognized(name: str, encoding: Encoding) -> None:
     prompt, cached, kind = SHAPES[name]
     difference = explained(encoding.encode(prompt), encoding.encode(cached), None).difference
     assert difference is not None
@@ -133,7 +142,7 @@ def test_without_text_a_random_id_is_a_replaced_span() -> None:
     assert difference.kind is DifferenceKind.REPLACED
 
 
-def test_moved_tools_would_have_matched_to_the_end() -> None:
+def test_all_tokens_after_moved_tools_are_lost() -> None:
     prompt, cached, _ = SHAPES["tools in another order"]
     difference = explained(CHARACTERS.encode(prompt), CHARACTERS.encode(cached), CHARACTERS.decode).difference
     assert difference is not None
@@ -145,7 +154,7 @@ def test_the_same_text_in_other_tokens_is_retokenized() -> None:
     pieces = {1: "flu", 2: "sh", 3: "flush"}
 
     def decode(ids: Sequence[int]) -> str:
-        return "".join(pieces.get(each) or chr(each) for each in ids)
+        return "".join(pieces.get(token_id) or chr(token_id) for token_id in ids)
 
     before, after = CHARACTERS.encode(RULES), CHARACTERS.encode(ANSWER + NEXT)
     difference = explained([*before, 3, *after], [*before, 1, 2, *after], decode).difference
@@ -156,12 +165,12 @@ def test_the_same_text_in_other_tokens_is_retokenized() -> None:
     assert difference.lost_tokens == len(after)
 
 
-@pytest.mark.parametrize("first", [[1], []])
-def test_another_first_token_is_its_own_kind(first: list[int]) -> None:
+@pytest.mark.parametrize("first", [[1], []], ids=["another", "none"])
+def test_another_or_no_special_token_at_the_start_is_a_kind_of_its_own(first: list[int]) -> None:
     text = CHARACTERS.encode(RULES + TASK)
 
     def decode(ids: Sequence[int]) -> str:
-        return "".join(chr(each) for each in ids if each > 2)  # special tokens have no text
+        return "".join(chr(token_id) for token_id in ids if token_id > 2)  # the special tokens 1 and 2 have no text
 
     difference = explained([*first, *text], [2, *text], decode).difference
     assert difference is not None

@@ -1,4 +1,4 @@
-"""A load-or-compute choice that always loads, for tests of loads."""
+"""A `LoadOrCompute` that always loads, for tests of loads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from radixkv.offload.load_or_compute import LoadDecision, LoadOrCompute
 class AlwaysLoad(LoadOrCompute):
     """Always loads stored blocks, and looks up those that may be stored, however long that takes."""
 
-    def choose(self, start_token: int, stores: Sequence[str]) -> LoadDecision:
+    def choose(self, start_token: int, tiers: Sequence[str]) -> LoadDecision:
         """Choose all blocks."""
-        return LoadDecision(len(stores), None, None)
+        return LoadDecision(len(tiers), None, None)
 
-    def is_lookup_worthwhile(self, store: str, start_token: int, num_tokens: int) -> bool:
-        """Always look up."""
+    def is_lookup_worthwhile(self, tier: str, start_token: int, num_tokens: int) -> bool:
+        """Return True."""
         return True

@@ -6,16 +6,17 @@ import contextlib
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-COPY_MS = 2.0
+COPY_MS = 2.0  # between two events, as `elapsed_time` reports it
 
 
 class FakeEvent:
-    """An event; `is_passed` once its stream has reached it."""
+    """An event of a stream. `is_passed` is true when the stream has run everything up to it."""
 
     def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
         self.enable_timing = enable_timing
@@ -24,7 +25,7 @@ class FakeEvent:
 
     def record(self, stream: FakeStream) -> None:
         self._stream = stream
-        stream.work.append(self._pass)
+        stream.operations.append(self._pass)
 
     def query(self) -> bool:
         return self.is_passed
@@ -32,7 +33,7 @@ class FakeEvent:
     def synchronize(self) -> None:
         while not self.is_passed:
             assert self._stream is not None, "the event was never recorded"
-            self._stream.work.popleft()()
+            self._stream.operations.popleft()()
 
     def elapsed_time(self, end: FakeEvent) -> float:
         assert self.enable_timing
@@ -46,13 +47,13 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Work in order. Nothing of it is done before something waits for it."""
+    """A queue of operations, which run in order, and only when a caller or another stream waits for them."""
 
     def __init__(self) -> None:
-        self.work: deque[Callable[[], None]] = deque()
+        self.operations: deque[Callable[[], object]] = deque()
 
     def wait_event(self, event: FakeEvent) -> None:
-        self.work.append(event.synchronize)
+        self.operations.append(event.synchronize)
 
     def wait_stream(self, stream: FakeStream) -> None:
         event = FakeEvent()
@@ -60,8 +61,8 @@ class FakeStream:
         self.wait_event(event)
 
     def synchronize(self) -> None:
-        while self.work:
-            self.work.popleft()()
+        while self.operations:
+            self.operations.popleft()()
 
 
 class FakeCuda(TorchFunctionMode):
@@ -69,7 +70,7 @@ class FakeCuda(TorchFunctionMode):
 
     Attributes:
         compute: the stream on which steps run.
-        num_blocking_copies: copies that were not non-blocking.
+        num_blocking_copies: number of copies without `non_blocking`, for which a real GPU would make the host wait.
     """
 
     Event = FakeEvent
@@ -88,13 +89,13 @@ class FakeCuda(TorchFunctionMode):
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self._current = self._current, stream
+        previous, self._current = self._current, stream
         yield
-        self._current = before
+        self._current = previous
 
     def launch(self, kernel: Callable[[], object]) -> None:
-        """Launch the work of a step."""
-        self.compute.work.append(lambda: (kernel(), None)[1])
+        """Launch a kernel of a step."""
+        self.compute.operations.append(kernel)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.Tensor.copy_:
@@ -103,7 +104,7 @@ class FakeCuda(TorchFunctionMode):
             self.num_blocking_copies += 1
             return func(*args, **(kwargs or {}))
         target, source = args
-        self._current.work.append(lambda: (torch.ops.aten.copy_(target, source), None)[1])
+        self._current.operations.append(partial(torch.ops.aten.copy_, target, source))
         return target
 
 

@@ -14,9 +14,10 @@ from tests.offload.tiers.backends import native_or_skip
 
 
 def pool_of(dtype: torch.dtype, *, is_by_layer: bool = False, is_latent: bool = False, num_layers: int = 2) -> KVPool:
+    """Return a pool of five blocks with random bytes. A pool without layers is always ordered by layer."""
     size = {"num_layers": num_layers, "num_kv_heads": 3, "block_size": 4, "head_dim": 6}
-    ordered = is_by_layer or not num_layers
-    pool = KVPool.allocate(5, **size, dtype=dtype, is_by_layer=ordered, is_latent=is_latent)
+    is_by_layer = is_by_layer or not num_layers
+    pool = KVPool.allocate(5, **size, dtype=dtype, is_by_layer=is_by_layer, is_latent=is_latent)
     pool.blocks.copy_(torch.randint(0, 256, pool.blocks.shape, dtype=torch.uint8))
     return pool
 
@@ -41,7 +42,7 @@ def test_blocks_are_restored_bitwise(dtype: torch.dtype, is_by_layer: bool, is_l
 
 @pytest.mark.parametrize("is_by_layer", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("head_dim", [64, 10])  # pieces of whole lines of 64 bytes, and others
+@pytest.mark.parametrize("head_dim", [64, 10], ids=["whole-cache-lines", "others"])
 def test_copies_in_cpp_fill_the_same_bytes(
     dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch, *, is_by_layer: bool
 ) -> None:
@@ -50,10 +51,10 @@ def test_copies_in_cpp_fill_the_same_bytes(
     pool = KVPool.allocate(5, 2, 3, 3, head_dim, dtype=dtype, is_by_layer=is_by_layer)
     pool.blocks.copy_(torch.randint(0, 256, pool.blocks.shape, dtype=torch.uint8))
     before = pool.blocks.clone()
-    filled = pool.blocks.clone()
+    expected = pool.blocks.clone()
+    expected[1], expected[4] = before[3], before[1]
     BlockMover([pool], native=native).write([1, 4], BlockMover([pool]).read([3, 1]).payloads)
-    filled[1], filled[4] = before[3], before[1]
-    assert torch.equal(pool.blocks, filled)
+    assert torch.equal(pool.blocks, expected)
 
 
 def test_a_payload_is_a_copy() -> None:
@@ -79,12 +80,14 @@ def test_payloads_of_different_formats_have_different_layouts() -> None:
     assert len({payload_layout([pool]) for pool in (pairs, latents, pool_of(torch.int4))}) == 3
 
 
-@pytest.mark.parametrize("num_whole", [0, 2])
+@pytest.mark.parametrize("num_full_layers", [0, 2])
 @pytest.mark.parametrize("is_by_layer", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_a_block_is_restored_with_its_part_or_without(dtype: torch.dtype, is_by_layer: bool, num_whole: int) -> None:
+def test_a_block_is_restored_with_its_part_or_without(
+    dtype: torch.dtype, is_by_layer: bool, num_full_layers: int
+) -> None:
     parts = pool_of(dtype, is_by_layer=is_by_layer)
-    pool = pool_of(dtype, is_by_layer=is_by_layer, num_layers=num_whole)
+    pool = pool_of(dtype, is_by_layer=is_by_layer, num_layers=num_full_layers)
     mover = BlockMover([pool], [parts])
     before = pool.blocks.clone()
     parts_before = parts.blocks.clone()
@@ -124,8 +127,8 @@ def test_a_payload_has_the_bytes_of_pools_of_different_shapes(dtype: torch.dtype
         pool.blocks.zero_()
     mover.write([1, 4], [first, second])
     mover.write_parts([0], [second])
-    for pool, was in zip(pools, before, strict=False):
-        assert torch.equal(pool.blocks[[1, 4]], was[[3, 1]])
-    for pool, was in zip(parts, before[2:], strict=True):
-        assert torch.equal(pool.blocks[0], was[2])
-    assert len({payload_layout(each) for each in (pools, pools[::-1], pools[:1])}) == 3
+    for pool, blocks_before in zip(pools, before[:2], strict=True):
+        assert torch.equal(pool.blocks[[1, 4]], blocks_before[[3, 1]])
+    for pool, blocks_before in zip(parts, before[2:], strict=True):
+        assert torch.equal(pool.blocks[0], blocks_before[2])
+    assert len({payload_layout(some_pools) for some_pools in (pools, pools[::-1], pools[:1])}) == 3

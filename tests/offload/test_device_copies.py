@@ -12,6 +12,7 @@ import torch
 
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.offload.block_mover import BlockMover, GpuCopies, payload_sizes
+from radixkv.offload.copies import Copy
 from radixkv.offload.device_copies import CopyStream
 from radixkv.offload.pinned_memory import StagingSlots, staging_stride
 from radixkv.offload.tiers.host import map_memory
@@ -22,6 +23,16 @@ NUM_SLOTS = 4
 
 
 class Gpu(NamedTuple):
+    """A mover that copies between the pools of a fake GPU and staging slots.
+
+    Attributes:
+        cuda: runs the steps and the copies.
+        pool: blocks of two layers.
+        parts: parts of these blocks, of one windowed layer.
+        slots: the staging slots in host memory.
+        mover: copies blocks and parts.
+    """
+
     cuda: FakeCuda
     pool: KVPool
     parts: KVPool
@@ -43,14 +54,14 @@ def gpu() -> Iterator[Gpu]:
         yield Gpu(cuda, pool, parts, slots, BlockMover([pool], [parts], gpu=GpuCopies(stream, slots)))
 
 
-def test_blocks_are_read_after_the_step_before_and_before_the_step_after(gpu: Gpu) -> None:
+def test_blocks_are_read_between_the_previous_and_the_next_step(gpu: Gpu) -> None:
     gpu.cuda.launch(lambda: gpu.pool.blocks.fill_(1))
     gpu.cuda.launch(lambda: gpu.parts.blocks.fill_(2))
     read = gpu.mover.read([3, 1], [None, 5])
     gpu.cuda.launch(lambda: gpu.pool.blocks.fill_(3))
     assert not read.copy.is_complete()
     gpu.cuda.compute.synchronize()
-    assert read.copy.is_complete(), "the step after waits for the copy"
+    assert read.copy.is_complete(), "the next step waits for the copy"
     without_part, with_part = (np.frombuffer(each, np.uint8) for each in read.payloads)
     assert (without_part.nbytes, with_part.nbytes) == (gpu.mover.block_bytes, gpu.mover.payload_bytes)
     assert set(without_part) == set(with_part[: gpu.mover.block_bytes]) == {1}
@@ -68,9 +79,13 @@ def test_waiting_for_a_copy_does_not_wait_for_later_ones(gpu: Gpu) -> None:
     assert set(gpu.pool.blocks.flatten().tolist()) == {1}
 
 
-def test_blocks_are_filled_before_the_step_after_reads_them_and_after_the_step_before(gpu: Gpu) -> None:
-    payloads = [memoryview(np.full(size, fill, np.uint8)).toreadonly() for fill, size in enumerate(gpu.mover.sizes, 1)]
-    seen: list[object] = []
+def test_blocks_are_written_between_the_previous_and_the_next_step(gpu: Gpu) -> None:
+    with_part_bytes, without_part_bytes = gpu.mover.sizes
+    payloads = [
+        memoryview(np.full(with_part_bytes, 1, np.uint8)).toreadonly(),
+        memoryview(np.full(without_part_bytes, 2, np.uint8)).toreadonly(),
+    ]
+    seen: list[object] = []  # the first bytes of all blocks, and of two parts, in the next step
     gpu.cuda.launch(lambda: gpu.pool.blocks.fill_(9))
     copy = gpu.mover.write([2, 4], payloads)
     parts = gpu.mover.write_parts([0], payloads[:1])
@@ -83,7 +98,7 @@ def test_blocks_are_filled_before_the_step_after_reads_them_and_after_the_step_b
     assert gpu.cuda.num_blocking_copies == 0
 
 
-def test_a_block_is_saved_before_what_is_loaded_in_its_place(gpu: Gpu) -> None:
+def test_a_block_is_saved_before_another_one_is_loaded_in_its_place(gpu: Gpu) -> None:
     gpu.pool.blocks.fill_(1)
     read = gpu.mover.read([3])
     copy = gpu.mover.write([3], [memoryview(bytes([2]) * gpu.mover.payload_bytes)])
@@ -93,12 +108,18 @@ def test_a_block_is_saved_before_what_is_loaded_in_its_place(gpu: Gpu) -> None:
 
 
 def test_a_slot_is_not_reused_before_its_copy_is_complete(gpu: Gpu) -> None:
-    for start in (lambda: gpu.mover.read([0, 1]).copy, lambda: gpu.mover.write([0], [staged(gpu), staged(gpu)][:1])):
-        copy = start()  # the caller keeps no payload
+    def start_read() -> Copy:
+        return gpu.mover.read([0, 1]).copy
+
+    def start_write() -> Copy:
+        return gpu.mover.write([0], [stage_payload(gpu)])
+
+    for start_copy in (start_read, start_write):
+        copy = start_copy()  # only the copy keeps the payloads
         gc.collect()
         assert gpu.slots.num_free < NUM_SLOTS
         copy.wait()
-        with pytest.raises(MemoryError):  # releases what is complete, and fails
+        with pytest.raises(MemoryError):  # the read releases the slots of complete copies before it fails
             gpu.mover.read(range(NUM_SLOTS + 1))
         gc.collect()
         assert gpu.slots.num_free == NUM_SLOTS
@@ -120,7 +141,8 @@ def test_a_staged_payload_has_the_same_bytes_in_a_slot(gpu: Gpu) -> None:
     assert BlockMover([gpu.pool]).stage(payload) is None, "on a CPU no payload needs to be staged"
 
 
-def staged(gpu: Gpu) -> memoryview:
+def stage_payload(gpu: Gpu) -> memoryview:
+    """Return a payload of zeros in a slot."""
     payload = gpu.mover.stage(memoryview(bytes(gpu.mover.payload_bytes)))
     assert payload is not None
     return payload

@@ -1,4 +1,4 @@
-"""The tests of `test_device_copies.py`, with real streams on a GPU."""
+"""Copies between a GPU and host memory, like `test_device_copies.py`, but with the streams of a real GPU."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ NUM_BLOCKS = 32
 
 
 def mover_of(pool: KVPool) -> tuple[BlockMover, StagingSlots]:
+    """Return a mover of the blocks of a pool, and its staging slots, one for each block."""
     payload_bytes = pool.blocks[0].nbytes
     memory = map_pinned_memory(NUM_BLOCKS * staging_stride(payload_bytes))
     slots = StagingSlots(memory, payload_bytes)
@@ -43,19 +44,19 @@ def test_blocks_are_saved_and_loaded_between_steps_that_overwrite_them(dtype: to
         _ = torch.mm(large, large, out=torch.empty_like(large))  # keeps the compute stream busy
         read = mover.read(range(NUM_BLOCKS))
         pool.blocks.zero_()
-        order = list(reversed(range(NUM_BLOCKS)))
-        mover.write(order, read.payloads[::-1])
+        mover.write(range(NUM_BLOCKS)[::-1], read.payloads[::-1])
         pool.blocks.add_(0)  # a step that reads what was loaded
         read.copy.wait()
         assert [bytes(each) for each in read.payloads] == [each.tobytes() for each in before]
         del read
     torch.cuda.synchronize()
     assert np.array_equal(pool.blocks.cpu().numpy(), before)
-    assert torch.cuda.max_memory_allocated() - used_bytes <= large.nbytes + pool.blocks.nbytes // 8
+    peak_bytes = torch.cuda.max_memory_allocated() - used_bytes
+    assert peak_bytes <= large.nbytes + pool.blocks.nbytes // 8, "the result of the matmul, and no copy of the blocks"
     mover.read([0]).copy.wait()
     mover.read([0])
     gc.collect()
-    assert slots.num_free >= NUM_BLOCKS - 2
+    assert slots.num_free >= NUM_BLOCKS - 2, "at most the slots of the last two copies are still in use"
 
 
 def test_memory_of_any_size_is_pinned(caplog: pytest.LogCaptureFixture) -> None:
@@ -67,17 +68,17 @@ def test_memory_of_any_size_is_pinned(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_refusal_to_pin_does_not_fail_the_next_kernel(caplog: pytest.LogCaptureFixture) -> None:
     memory = map_pinned_memory(1 << 20)
-    address = np.frombuffer(memory, np.uint8).ctypes.data
+    registered_address = np.frombuffer(memory, np.uint8).ctypes.data
 
-    class Twice:
+    class RegistersTwice:
         """Registers memory that is registered already, which CUDA refuses."""
 
         def cudaHostRegister(self, _: int, num_bytes: int, flags: int) -> object:  # noqa: N802
-            return torch.cuda.cudart().cudaHostRegister(address, num_bytes, flags)
+            return torch.cuda.cudart().cudaHostRegister(registered_address, num_bytes, flags)
 
         def cudaGetErrorString(self, error: object) -> str:  # noqa: N802
             return torch.cuda.cudart().cudaGetErrorString(error)
 
-    map_pinned_memory(1 << 20, Twice())
+    map_pinned_memory(1 << 20, RegistersTwice())
     assert "CUDA refused to pin" in caplog.text
     assert torch.ones(4, device="cuda").add_(1).sum().item() == 8

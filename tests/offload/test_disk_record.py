@@ -1,4 +1,4 @@
-"""The next process finds the blocks on the disk with their namespaces, and deletes blocks of unknown ones."""
+"""The next process finds the blocks on the disk with their namespaces, and deletes blocks of unknown namespaces."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def blocks_of(namespace: Namespace, ids: range) -> list[BlockObject]:
 
 
 def store(path: Path, blocks: Sequence[BlockObject], noted: Sequence[Namespace]) -> None:
+    """Run a process that records the namespaces `noted`, stores blocks, and ends."""
     disk = disk_at(path)
     record = DiskRecord(disk, KEYS)
     for namespace in noted:
@@ -51,9 +52,9 @@ def read(path: Path) -> tuple[Sequence[tuple[bytes, Namespace]], int | None]:
     """Return what a new process finds, and the number of blocks that the disk holds afterwards."""
     disk = disk_at(path)
     found, _ = DiskRecord(disk, KEYS).read()
-    left = disk.size().num_objects
+    num_blocks = disk.size().num_objects
     disk.close()
-    return found, left
+    return found, num_blocks
 
 
 def test_blocks_are_found_with_their_owners_in_eviction_order(tmp_path: Path) -> None:
@@ -66,7 +67,6 @@ def test_blocks_are_found_with_their_owners_in_eviction_order(tmp_path: Path) ->
 
 
 def test_blocks_of_unknown_namespaces_are_deleted(tmp_path: Path) -> None:
-    """The namespace is unknown."""
     ours = blocks_of(ACME, range(12))
     theirs = blocks_of(OTHER, range(8))
     store(tmp_path, [*ours, *theirs], [ACME])
@@ -115,18 +115,20 @@ def test_the_next_process_finds_blocks_in_the_recorded_order(tmp_path: Path) -> 
 
 
 def test_priorities_expire_at_the_same_unix_time_in_the_next_process(tmp_path: Path) -> None:
-    kept = [
+    hints = [
         (b"a" * 32, RetentionHint(80, None)),
-        (b"b" * 32, RetentionHint(10, 1060.0)),
-        (b"c" * 32, RetentionHint(90, 1030.0)),
+        (b"b" * 32, RetentionHint(10, 1060.0)),  # of the clock of the first process, which is the Unix time 5060
+        (b"c" * 32, RetentionHint(90, 1030.0)),  # the Unix time 5030
     ]
     disk = disk_at(tmp_path)
-    DiskRecord(disk, KEYS, clock=lambda: 1000.0, unix_time=lambda: 5000.0).persist_priorities(kept)
+    DiskRecord(disk, KEYS, clock=lambda: 1000.0, unix_time=lambda: 5000.0).persist_priorities(hints)
     disk.close()
-    for hints in ([kept[0], (b"b" * 32, RetentionHint(10, 27.0))], []):  # the second process ended by a kill
+
+    # At the Unix time 5040, the hint of `c` has expired. That of `b` expires 20 seconds later.
+    for expected in ([hints[0], (b"b" * 32, RetentionHint(10, 27.0))], []):  # the second process saves no priorities
         disk = disk_at(tmp_path)
         record = DiskRecord(disk, KEYS, clock=lambda: 7.0, unix_time=lambda: 5040.0)
-        assert record.read().hints == hints
+        assert record.read().hints == expected
         disk.close()
 
 
@@ -155,7 +157,7 @@ def test_an_empty_disk_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("noted", [[], [OTHER]])
-def test_without_names_nothing_is_found(noted: list[Namespace], tmp_path: Path) -> None:
+def test_without_the_name_of_their_namespace_no_blocks_are_found(noted: list[Namespace], tmp_path: Path) -> None:
     store(tmp_path, blocks_of(ACME, range(8)), noted)
     assert read(tmp_path) == ([], 0)
 
@@ -190,13 +192,13 @@ def test_namespaces_without_blocks_are_forgotten_when_there_are_many(
         if number > 4:
             owned.remove(bytes([number - 1]) * 32)
         record.tidy(owned)
-        assert len(disk.namespaces) <= 2 * 5 + 10
-    kept = {KEYS.root(each): each for each in owned}
-    assert kept.items() <= disk.namespaces.by_root().items()
+        assert len(disk.namespaces) <= 2 * 5 + 10, "at most five namespaces have blocks"
+    owned_by_root = {KEYS.root(namespace): namespace for namespace in owned}
+    assert owned_by_root.items() <= disk.namespaces.by_root().items()
     disk.put([])
     disk.close()
     again = disk_at(tmp_path)
-    assert again.namespaces.by_root().keys() >= kept.keys()
+    assert again.namespaces.by_root().keys() >= owned_by_root.keys()
     again.close()
 
 
@@ -208,13 +210,13 @@ def test_blocks_stored_during_the_scan_are_not_blocks_of_an_earlier_process(
     record = DiskRecord(disk, KEYS)
     real_by_root = disk.namespaces.by_root
 
-    def by_root() -> dict[bytes, Namespace]:
-        found = real_by_root()
+    def list_and_store() -> dict[bytes, Namespace]:
+        names = real_by_root()
         record.note(OTHER)
         disk.put(blocks_of(OTHER, range(8)))
-        return found
+        return names
 
-    monkeypatch.setattr(disk.namespaces, "by_root", by_root)
+    monkeypatch.setattr(disk.namespaces, "by_root", list_and_store)
     assert len(record.read().blocks) == 2
     assert disk.size().num_objects == 4
     disk.close()
@@ -222,7 +224,7 @@ def test_blocks_stored_during_the_scan_are_not_blocks_of_an_earlier_process(
 
 def test_retention_survives_a_process_that_ends_during_its_scan(tmp_path: Path) -> None:
     ours = blocks_of(ACME, range(12))
-    may_list = threading.Event()
+    may_read = threading.Event()
     store(tmp_path, ours, [ACME])
     disk = disk_at(tmp_path)
     DiskRecord(disk, KEYS).persist_priorities([(each.key, RetentionHint(90, None)) for each in ours])
@@ -230,7 +232,7 @@ def test_retention_survives_a_process_that_ends_during_its_scan(tmp_path: Path) 
 
     class SlowRecord(DiskRecord):
         def read(self) -> FoundOnDisk:
-            assert may_list.wait(PATIENCE_S)
+            assert may_read.wait(PATIENCE_S)
             return super().read()
 
     disk = disk_at(tmp_path)
@@ -240,7 +242,7 @@ def test_retention_survives_a_process_that_ends_during_its_scan(tmp_path: Path) 
     tier_index = bench.index.tiers["disk"]
     offload._disk_scan = DiskScan(record, tier_index, bench.index.retention, lambda keys: None)
     offload._shutdown_save = ShutdownSave(bench.cache, bench.index, offload._saver, record)
-    threading.Timer(0.05, may_list.set).start()
+    threading.Timer(0.05, may_read.set).start()
     offload.close()
     disk.close()
     disk = disk_at(tmp_path)
@@ -259,16 +261,16 @@ def test_priorities_are_read_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_the_user_can_read_the_file(tmp_path: Path) -> None:
+def test_only_the_user_can_read_the_priority_file(tmp_path: Path) -> None:
     PriorityFile(tmp_path / "priorities").write([])
     assert (tmp_path / "priorities").stat().st_mode & 0o777 == 0o600
     assert PriorityFile(tmp_path / "priorities").take() == []
 
 
-def test_a_truncated_file_has_no_priorities(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_truncated_priority_file_has_no_priorities(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "priorities"
     PriorityFile(path).write(ROWS)
     path.write_bytes(path.read_bytes()[:-1])
     assert PriorityFile(path).take() == []
-    assert "expected whole lines, got 95 bytes" in caplog.text
+    assert "expected whole lines, got 95 bytes" in caplog.text, "two lines of 48 bytes, without the last byte"
     assert not path.exists()

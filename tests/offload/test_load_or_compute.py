@@ -2,17 +2,17 @@ import pytest
 
 from radixkv.offload.load_or_compute import LoadDecision, LoadOrCompute
 
-BLOCK = 64
+BLOCK_SIZE = 64
 
 
 def measured(token_s: float = 1e-3, loads: dict[str, tuple[float, float]] | None = None) -> LoadOrCompute:
     """Return a `LoadOrCompute` with measurements.
 
     Args:
-        token_s: seconds to compute a token.
+        token_s: seconds to compute a token; by default, a block takes 0.064 s.
         loads: seconds per call and seconds per block of a load, by tier.
     """
-    load_or_compute = LoadOrCompute(BLOCK)
+    load_or_compute = LoadOrCompute(BLOCK_SIZE)
     load_or_compute.note_step(token_s * 512, [(0, 512)])
     for tier, (call_s, block_s) in (loads or {}).items():
         for num_blocks in (1, 10, 4):
@@ -22,7 +22,7 @@ def measured(token_s: float = 1e-3, loads: dict[str, tuple[float, float]] | None
 
 
 def test_a_tier_without_measurements_is_used() -> None:
-    assert LoadOrCompute(BLOCK).choose(0, ["host"] * 3) == LoadDecision(3, None, None)
+    assert LoadOrCompute(BLOCK_SIZE).choose(0, ["host"] * 3) == LoadDecision(3, None, None)
     assert measured().choose(0, ["host"] * 3).num_blocks == 3
 
 
@@ -30,7 +30,7 @@ def test_a_fast_store_is_read() -> None:
     num_blocks, load_s, compute_s = measured(loads={"host": (1e-3, 1e-4)}).choose(0, ["host"] * 5)
     assert num_blocks == 5
     assert load_s == pytest.approx(1e-3 + 5e-4)
-    assert compute_s == pytest.approx(5 * 0.064)
+    assert compute_s == pytest.approx(5 * BLOCK_SIZE * 1e-3)
 
 
 def test_a_slow_store_is_not_read() -> None:
@@ -61,11 +61,11 @@ def test_the_time_to_fill_the_pool_counts() -> None:
 def test_a_pool_that_filled_slowly_is_filled_again_after_a_while() -> None:
     load_or_compute = measured(loads={"host": (0.0, 1e-4)})
     load_or_compute.note_fill(4, 4 * 0.1)
-    num_left_out = 0
+    num_not_loaded = 0
     while not load_or_compute.choose(0, ["host"]).num_blocks:
         load_or_compute.shrink_estimates(["host"])
-        num_left_out += 1
-    assert 10 < num_left_out < 100
+        num_not_loaded += 1
+    assert 10 < num_not_loaded < 100
 
 
 def test_requests_without_stored_blocks_change_no_estimate() -> None:
@@ -88,7 +88,7 @@ def test_queued_blocks_make_a_store_slower() -> None:
 
 
 def test_times_per_token_are_measured_by_position() -> None:
-    load_or_compute = measured(loads={"host": (0.0, 0.1)})  # a block takes 0.064 s to compute at the start
+    load_or_compute = measured(loads={"host": (0.0, 0.1)})
     load_or_compute.note_step(512 * 2e-3, [(8192, 8704)])
     assert load_or_compute.choose(0, ["host"]).num_blocks == 0
     assert load_or_compute.choose(8192, ["host"]).num_blocks == 1

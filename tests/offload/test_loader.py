@@ -19,44 +19,45 @@ PROMPT = range(41)  # ten whole blocks and a token; a hit needs the parts of the
 
 
 def bench_of(num_blocks: int = 30, **stores: int) -> TieredBench:
-    """Eight blocks of a long prompt have parts: its last ones, and one between them and its beginning."""
+    """Return a bench that has parts for eight blocks: those at the end of a long prompt, and one near its beginning."""
     return TieredBench(num_blocks, num_parts=8, **stores)
 
 
-def loaded(result: PrefillResult) -> tuple[int, int]:
-    """Tokens from the device and from the store."""
+def cached_by_tier(result: PrefillResult) -> tuple[int, int]:
+    """Return the numbers of cached tokens that came from the device, and from host memory."""
     return result.usage.device_tokens, result.usage.host_tokens
 
 
-def parts_of(bench: TieredBench, ids: range) -> list[bool]:
-    """Whether each block of a prompt on the device has its part."""
+def have_parts(bench: TieredBench, ids: range) -> list[bool]:
+    """Return whether each block of a prompt that is on the device has its part."""
     (pool,) = bench.cache.windows.pools
     return [pool.part_of(each) != NO_PART for each in bench.cache.found_blocks(NAMESPACE, tokens(ids))]
 
 
-def test_a_prompt_is_loaded_also_where_blocks_before_its_window_have_no_parts() -> None:
+def test_a_prompt_is_loaded_although_blocks_before_its_window_have_no_parts() -> None:
     bench = bench_of()
     bench.prefill(PROMPT)
-    assert parts_of(bench, PROMPT) == [False, True, False, False] + [True] * 6  # and that of the last token
+    assert have_parts(bench, PROMPT) == [False, True, False, False] + [True] * 6  # and the last token's block has one
     bench.evict(11)
     assert len(bench.index.tiers["host"].partless) == 3
     result = bench.prefill(PROMPT)
-    assert loaded(result) == (0, 40)
+    assert cached_by_tier(result) == (0, 40)
     assert result.next_token_id == next_token(tokens(PROMPT))
     assert len(bench.mover.written_parts) == 2
-    assert parts_of(bench, PROMPT) == [False] * 8 + [True] * 2
+    assert have_parts(bench, PROMPT) == [False] * 8 + [True] * 2
 
 
-def test_a_load_that_is_over_is_freed_without_a_collection() -> None:
+def test_a_load_that_has_ended_is_freed_without_a_garbage_collection() -> None:
     bench = bench_of()
     bench.prefill(PROMPT)
     bench.evict(11)
     gc.collect()
-    before = {id(each) for each in gc.get_objects() if type(each) is Load}  # loads of other tests
+    loads_of_other_tests = {id(each) for each in gc.get_objects() if type(each) is Load}
     gc.disable()
     try:
-        assert loaded(bench.prefill(PROMPT)) == (0, 40)
-        assert [each for each in gc.get_objects() if type(each) is Load and id(each) not in before] == []
+        assert cached_by_tier(bench.prefill(PROMPT)) == (0, 40)
+        loads = [each for each in gc.get_objects() if type(each) is Load and id(each) not in loads_of_other_tests]
+        assert loads == []
     finally:
         gc.enable()
 
@@ -66,7 +67,7 @@ def test_a_prompt_that_ends_where_parts_are_gone_is_computed_and_nothing_is_load
     bench.prefill(PROMPT)
     bench.evict(11)
     result = bench.prefill(range(15))
-    assert (loaded(result), result.miss_reason) == ((0, 0), MissReason.EVICTED)
+    assert (cached_by_tier(result), result.miss_reason) == ((0, 0), MissReason.EVICTED)
     assert bench.offload.stats()[0].loaded_blocks == 0
 
 
@@ -77,18 +78,18 @@ def test_blocks_left_on_the_device_are_used_with_the_loaded_end() -> None:
     assert bench.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 0
     before = bench.cache.found_blocks(NAMESPACE, tokens(PROMPT)).tolist()
     assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 40
-    assert loaded(bench.prefill(PROMPT)) == (12, 28)
+    assert cached_by_tier(bench.prefill(PROMPT)) == (12, 28)
     assert bench.cache.found_blocks(NAMESPACE, tokens(PROMPT)).tolist()[:3] == before
 
 
-def test_blocks_left_on_the_device_without_parts_are_not_reused_if_the_store_has_lost_the_end() -> None:
+def test_blocks_left_without_parts_are_not_reused_if_the_store_has_lost_the_end() -> None:
     bench = bench_of()
     bench.prefill(PROMPT)
     bench.evict(8)
     (store,) = bench.stores.values()
     store.memory.delete(list(bench.index.tiers["host"]))
     result = bench.prefill(PROMPT)
-    assert loaded(result) == (0, 0)
+    assert cached_by_tier(result) == (0, 0)
     assert result.next_token_id == next_token(tokens(PROMPT))
 
 
@@ -98,25 +99,25 @@ def test_other_blocks_are_evicted_for_a_prompt_whose_end_is_loaded() -> None:
     bench.clock.now_s += 1
     bench.prefill(range(100, 184))  # 21 blocks of 24
     assert bench.cache.found_blocks(NAMESPACE, tokens(PROMPT)).size == 3
-    assert loaded(bench.prefill(PROMPT)) == (12, 28)
+    assert cached_by_tier(bench.prefill(PROMPT)) == (12, 28)
 
 
-def test_a_request_that_may_not_write_uses_nothing_that_is_left_without_parts() -> None:
+def test_a_request_that_may_not_write_reuses_no_blocks_without_parts() -> None:
     bench = bench_of()
     bench.prefill(PROMPT)
     bench.evict(8)
-    assert loaded(bench.prefill(PROMPT, write_cache=False)) == (0, 0)
+    assert cached_by_tier(bench.prefill(PROMPT, write_cache=False)) == (0, 0)
 
 
-def test_parts_are_loaded_again_of_blocks_that_the_device_has_without() -> None:
+def test_parts_are_loaded_for_blocks_that_the_device_has_without_them() -> None:
     bench = bench_of()
     bench.prefill(PROMPT)
     bench.evict(11)
     bench.prefill(PROMPT)
     shorter = range(26)
-    assert parts_of(bench, shorter) == [False] * 6
-    assert loaded(bench.prefill(shorter)) == (12, 12)
-    assert parts_of(bench, shorter)[-2:] == [True, True]
+    assert have_parts(bench, shorter) == [False] * 6
+    assert cached_by_tier(bench.prefill(shorter)) == (12, 12)
+    assert have_parts(bench, shorter)[-2:] == [True, True]
 
 
 def test_the_index_learns_from_a_load_that_a_block_has_no_part() -> None:
@@ -124,10 +125,10 @@ def test_the_index_learns_from_a_load_that_a_block_has_no_part() -> None:
     bench.prefill(PROMPT)
     bench.evict(11)
     tier_index = bench.index.tiers["host"]
-    lacking, tier_index.partless = tier_index.partless, set()  # as after a restart
-    assert loaded(bench.prefill(range(17))) == (0, 0)
-    assert tier_index.partless == lacking
+    partless_keys, tier_index.partless = tier_index.partless, set()  # as after a restart
+    assert cached_by_tier(bench.prefill(range(17))) == (0, 0)
+    assert tier_index.partless == partless_keys
     bench.evict(30)
-    assert tier_index.partless == set(), "they were computed, and left with their parts"
-    assert bench.offload.tiers["host"].counts().saved[PutOutcome.STORED] == 13
-    assert loaded(bench.prefill(range(13))) == (0, 12)
+    assert tier_index.partless == set(), "they were computed again, and evicted with their parts"
+    assert bench.offload.tiers["host"].counts().saved[PutOutcome.STORED] == 10 + 3
+    assert cached_by_tier(bench.prefill(range(13))) == (0, 12)

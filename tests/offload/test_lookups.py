@@ -18,14 +18,15 @@ from .tiered_bench import FLOOD, PROMPT, SteppedStore, TieredBench
 NAMESPACE = Namespace("fake")
 
 
-def remote(result: PrefillResult) -> int:
-    """Tokens from the shared store."""
+def remote_tokens(result: PrefillResult) -> int:
+    """Return the number of cached tokens that came from the shared store."""
     usage = result.usage
     assert usage.device_tokens + usage.host_tokens + usage.remote_tokens == usage.cached_tokens
     return usage.remote_tokens
 
 
 def two_servers(num_blocks: int = 4) -> tuple[TieredBench, TieredBench, SteppedStore]:
+    """Return two servers, and the store that they share."""
     store = SteppedStore(100)
     return TieredBench(num_blocks, redis=store), TieredBench(num_blocks, redis=store), store
 
@@ -33,9 +34,9 @@ def two_servers(num_blocks: int = 4) -> tuple[TieredBench, TieredBench, SteppedS
 def test_one_server_finds_what_another_computed() -> None:
     first, second, store = two_servers()
     first.prefill(PROMPT)
-    assert store.memory.size().num_objects == 3, "stored when it is published, and nothing else is requested"
+    assert store.memory.size().num_objects == 3, "blocks are stored as soon as they are published, without an eviction"
     result = second.prefill(PROMPT)
-    assert remote(result) == 12
+    assert remote_tokens(result) == 12
     assert second.runner.steps == [[(12, 13)]]
     assert result.next_token_id == next_token(tokens(PROMPT))
 
@@ -45,13 +46,13 @@ def test_generated_blocks_are_shared_as_well() -> None:
     future = first.generate(range(6), 8)
     first.run()
     answer = [*range(6), *future.result(0).token_ids]
-    assert remote(second.prefill([*answer, 1])) == 12
+    assert remote_tokens(second.prefill([*answer, 1])) == 12
 
 
 def test_a_prompt_is_loaded_up_to_the_first_block_that_is_not_stored() -> None:
     first, second, _ = two_servers(8)
     first.prefill(PROMPT)
-    assert remote(second.prefill([*range(9), *range(50, 60)])) == 8
+    assert remote_tokens(second.prefill([*range(9), *range(50, 60)])) == 8
 
 
 def test_a_gap_on_the_own_host_is_filled_from_the_shared_store() -> None:
@@ -70,8 +71,8 @@ def test_a_gap_on_the_own_host_is_filled_from_the_shared_store() -> None:
 def test_tenants_do_not_find_blocks_of_each_other() -> None:
     first, second, _ = two_servers()
     first.prefill(PROMPT, tenant="acme")
-    assert remote(second.prefill(PROMPT, tenant="other")) == 0
-    assert remote(second.prefill(PROMPT, tenant="acme")) == 12
+    assert remote_tokens(second.prefill(PROMPT, tenant="other")) == 0
+    assert remote_tokens(second.prefill(PROMPT, tenant="acme")) == 12
 
 
 def test_blocks_that_are_known_to_be_stored_are_not_sent_again() -> None:
@@ -89,7 +90,7 @@ def test_blocks_that_the_store_has_lost_are_computed_and_sent_again() -> None:
     second.prefill(PROMPT)
     second.evict(4)
     store.memory.delete(list(second.index.tiers["redis"]))
-    assert remote(second.prefill(PROMPT)) == 0
+    assert remote_tokens(second.prefill(PROMPT)) == 0
     assert store.memory.size().num_objects == 3
 
 
@@ -119,23 +120,23 @@ def test_a_prompt_is_computed_if_the_lookup_fails(error: Exception) -> None:
     first.prefill(PROMPT)
     store.error = error
     result = second.prefill(PROMPT)
-    assert remote(result) == 0
+    assert remote_tokens(result) == 0
     assert result.next_token_id == next_token(tokens(PROMPT))
     second.evict(4)
     store.error = None
-    assert remote(second.prefill(PROMPT)) == 12
+    assert remote_tokens(second.prefill(PROMPT)) == 12
 
 
-def test_a_request_that_was_purged_publishes_nothing_of_what_others_computed_since() -> None:
+def test_a_purged_request_publishes_nothing_that_others_computed_after_the_purge() -> None:
     first, second, store = two_servers()
     future = second.submit(PROMPT)
-    ask, store.calls = store.calls, []
+    lookup_calls, store.calls = store.calls, []
     purge_at_once(second.core, tenant="")
     store.run()
     first.prefill(PROMPT)
-    store.calls = ask
+    store.calls = lookup_calls
     second.run()
-    assert remote(future.result(0)) == 12
+    assert remote_tokens(future.result(0)) == 12
     assert second.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 0
 
 
@@ -160,9 +161,9 @@ def test_no_lookup_starts_if_computing_is_faster_than_the_answer() -> None:
     future = second.submit(PROMPT)
     assert not store.calls
     second.run()
-    assert remote(future.result(0)) == 0
+    assert remote_tokens(future.result(0)) == 0
     second.evict(4)
-    for _ in range(500):  # each time it is left out it seems a little faster
+    for _ in range(500):  # each time the store is not asked, its estimated time shrinks
         second.submit(PROMPT)
         if store.calls:
             break
@@ -181,7 +182,7 @@ def test_random_traffic_of_two_servers_reads_only_its_own_blocks(seed: int, monk
     shared = SteppedStore(rng.choice([12, 100]))
     benches = [TieredBench(rng.choice([4, 6, 9]), host=rng.choice([1, 3, 8]), redis=shared) for _ in range(2)]
     futures = []
-    num_remote = 0
+    num_remote_tokens = 0
     for _ in range(300):
         bench = rng.choice(benches)
         for store in bench.stores.values():
@@ -209,8 +210,8 @@ def test_random_traffic_of_two_servers_reads_only_its_own_blocks(seed: int, monk
         assert future.done()
         if not future.cancelled() and future.exception() is None:
             assert future.result(0).next_token_id == next_token(tokens(ids))
-            num_remote += remote(future.result(0))
-    assert num_remote
+            num_remote_tokens += remote_tokens(future.result(0))
+    assert num_remote_tokens
     for bench in benches:
         purge_at_once(bench.core, tenant=None)
         bench.run()

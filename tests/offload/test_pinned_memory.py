@@ -17,13 +17,13 @@ NUM_BYTES = 5 * mmap.PAGESIZE + 1  # neither a power of two nor whole pages
 def test_exactly_the_requested_bytes_are_pinned_until_they_are_unmapped() -> None:
     cudart = FakeCudaRuntime()
     memory = map_pinned_memory(NUM_BYTES, cudart)
-    part = np.frombuffer(memory, np.uint8)[:1]
-    part[0] = 7
+    view = np.frombuffer(memory, np.uint8)[:1]
+    view[0] = 7
     assert (list(cudart.pinned.values()), memory.nbytes) == ([NUM_BYTES], NUM_BYTES)
     del memory
     gc.collect()
-    assert cudart.pinned, "a part is still in use"
-    del part
+    assert cudart.pinned, "a view is still in use"
+    del view
     gc.collect()
     assert (cudart.pinned, cudart.unpinned) == ({}, [7])
 
@@ -32,20 +32,21 @@ def test_memory_that_cuda_refuses_to_pin_is_used_pageable(caplog: pytest.LogCapt
     cudart = FakeCudaRuntime(error=2)
     memory = map_pinned_memory(NUM_BYTES, cudart)
     memory[-1] = 7
-    assert "CUDA refused to pin 20481 bytes of host memory (error 2)" in caplog.text
+    assert f"CUDA refused to pin {NUM_BYTES} bytes of host memory (error 2)" in caplog.text
     del memory
     gc.collect()
     assert cudart.unpinned == []
 
 
 def test_memory_that_can_not_be_allocated_is_refused() -> None:
-    for mapped in (map_memory, lambda num_bytes: map_pinned_memory(num_bytes, FakeCudaRuntime())):
-        with pytest.raises(MemoryError, match="can't be mapped"):
-            mapped(1 << 60)
+    with pytest.raises(MemoryError, match="can't be mapped"):
+        map_memory(1 << 60)
+    with pytest.raises(MemoryError, match="can't be mapped"):
+        map_pinned_memory(1 << 60, FakeCudaRuntime())
 
 
 def test_a_slot_is_free_again_when_its_last_view_is_collected() -> None:
-    slots = StagingSlots(map_memory(2 * staging_stride(5000)), 5000)
+    slots = StagingSlots(map_memory(2 * staging_stride(5000)), 5000)  # two slots of 5,000 bytes
     first = slots.take()
     second = slots.take()
     assert first is not None

@@ -19,6 +19,7 @@ PROMPT, OTHER = range(13), range(50, 63)
 
 @pytest.fixture
 def bench() -> TieredBench:
+    """Return a bench that has `PROMPT` in a shared store, but not on the device."""
     bench = TieredBench(num_blocks=8, redis=100)
     bench.prefill(PROMPT)
     bench.evict(4)
@@ -26,6 +27,7 @@ def bench() -> TieredBench:
 
 
 def hint(bench: TieredBench, action_type: str, prompt: range | None = None, **payload: Any) -> HintOutcome:
+    """Apply one hint about a prompt, and return its outcome."""
     key = None if prompt is None else PromptKey(NAMESPACE, tokens(prompt))
     (outcome,) = bench.core.hints.apply([HintAction("1", action_type, "1.0", payload)], "", key)
     return outcome
@@ -39,14 +41,16 @@ def test_a_stored_prompt_is_loaded(bench: TieredBench) -> None:
     assert hint(bench, "kv.prefetch", PROMPT).status is HintStatus.ACCEPTED
     bench.run()
     assert cached_tokens(bench, PROMPT) == 12
-    assert bench.core.agent_stats()[2:] == (12, 0)
+    stats = bench.core.agent_stats()
+    assert (stats.prefetched_tokens, stats.dropped_prefetches) == (12, 0)
 
 
 def test_a_prompt_that_no_store_has_is_dropped(bench: TieredBench) -> None:
     assert hint(bench, "kv.prefetch", OTHER).status is HintStatus.ACCEPTED  # the store has not answered yet
     bench.run()
     assert cached_tokens(bench, OTHER) == 0
-    assert bench.core.agent_stats()[2:] == (0, 1)
+    stats = bench.core.agent_stats()
+    assert (stats.prefetched_tokens, stats.dropped_prefetches) == (0, 1)
     assert bench.prefill(OTHER).usage.computed_tokens == 13
 
 
@@ -63,23 +67,23 @@ def test_the_prompt_of_a_session_that_has_ended_is_not_loaded(bench: TieredBench
     assert cached_tokens(bench, PROMPT) == (0 if has_ended else 12)
 
 
-@pytest.mark.parametrize("by_hint", [False, True])
-def test_only_a_hint_counts_as_a_use_of_what_is_still_cached(*, by_hint: bool) -> None:
-    bench = TieredBench(num_blocks=8, session_prompt_bytes=0 if by_hint else 10_000, redis=100)
+@pytest.mark.parametrize("has_hint", [False, True])
+def test_only_a_hint_counts_as_a_use_of_what_is_still_cached(*, has_hint: bool) -> None:
+    bench = TieredBench(num_blocks=8, session_prompt_bytes=0 if has_hint else 10_000, redis=100)
     bench.prefill(PROMPT, session_id="s", awaits=Awaits.TOOL)
     bench.evict(2)
     (node,) = bench.cache.nodes()
     before = node.num_uses
     bench.clock.now_s += 100
-    if by_hint:
+    if has_hint:
         hint(bench, "kv.prefetch", PROMPT)
     bench.run()
     assert cached_tokens(bench, PROMPT) == 12
     (node,) = bench.cache.nodes()
-    assert node.num_uses == before + by_hint
+    assert node.num_uses == before + has_hint
 
 
-def test_one_session_is_loaded_at_a_time_while_a_shared_store_looks_it_up() -> None:
+def test_prompts_of_sessions_are_looked_up_one_at_a_time() -> None:
     bench = TieredBench(num_blocks=8, session_prompt_bytes=10_000, redis=100)
     for session_id, prompt in (("s", PROMPT), ("t", OTHER)):
         with bench.cache.lease(NAMESPACE, tokens(prompt), session_id=session_id) as lease:
@@ -96,7 +100,7 @@ def test_one_session_is_loaded_at_a_time_while_a_shared_store_looks_it_up() -> N
     assert len(bench.offload._lookups._num_open) == 1
     bench.run()
     due_s = prefetcher.seconds_until_due(bench.clock.now_s)
-    assert due_s is not None  # both were looked up, and will be examined again
+    assert due_s is not None, "both prompts were looked up, and will be examined again"
     assert due_s > 0
 
 

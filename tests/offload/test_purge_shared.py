@@ -14,11 +14,11 @@ from radixkv.scheduling.request import Request
 from tests.core_bench import purge_at_once
 from tests.fake_runner import tokens
 
-from .test_lookups import NAMESPACE, PROMPT, remote, two_servers
+from .test_lookups import NAMESPACE, PROMPT, remote_tokens, two_servers
 from .tiered_bench import SteppedStore, TieredBench
 
 
-def test_a_purge_reaches_what_another_server_stored() -> None:
+def test_a_purge_deletes_blocks_that_another_server_stored() -> None:
     first, second, store = two_servers()
     first.prefill(PROMPT, tenant="acme")
     first.prefill(PROMPT, tenant="other")
@@ -26,8 +26,8 @@ def test_a_purge_reaches_what_another_server_stored() -> None:
     purge_at_once(second.core, tenant="acme")
     second.run()
     assert store.memory.size().num_objects == 3
-    assert remote(second.prefill(PROMPT, tenant="acme")) == 0
-    assert remote(second.prefill(PROMPT, tenant="other")) == 12
+    assert remote_tokens(second.prefill(PROMPT, tenant="acme")) == 0
+    assert remote_tokens(second.prefill(PROMPT, tenant="other")) == 12
 
 
 def test_nothing_is_loaded_before_the_store_has_purged() -> None:
@@ -37,7 +37,7 @@ def test_nothing_is_loaded_before_the_store_has_purged() -> None:
     future = second.submit(PROMPT)
     while second.core.has_work:
         second.core.step()
-    assert remote(future.result(0)) == 0
+    assert remote_tokens(future.result(0)) == 0
     second.run()
     assert not second.offload.purger.is_purging("redis", Namespace("fake"))
 
@@ -46,14 +46,14 @@ def test_a_lookup_result_older_than_a_purge_is_ignored() -> None:
     first, second, store = two_servers()
     first.prefill(PROMPT)
     future = second.submit(PROMPT)
-    ask, store.calls = store.calls, []
+    lookup_calls, store.calls = store.calls, []
     purge_at_once(second.core, tenant="")
-    purge, store.calls = store.calls, ask
+    purge_calls, store.calls = store.calls, lookup_calls
     store.run()
     second.core.step()
-    assert future.done(), "it waits for no load"
-    assert remote(future.result(0)) == 0
-    store.calls = purge + store.calls
+    assert future.done(), "the request does not wait for a load"
+    assert remote_tokens(future.result(0)) == 0
+    store.calls = purge_calls + store.calls
     second.run()
 
 
@@ -68,13 +68,13 @@ def test_a_failed_purge_is_retried(error: Exception) -> None:
     assert second.offload.purger.is_purging("redis", Namespace("fake", "acme"))
     assert not second.offload.purger.is_purging("redis", Namespace("fake", "other"))
     assert not second.offload.purger.is_purging("redis", Namespace("fake", PUBLIC_TENANT))
-    assert second.core.seconds_until_due() == 1.0, "also if no request comes"
+    assert second.core.seconds_until_due() == 1.0, "the retry needs no request"
     store.error = None
-    assert remote(second.prefill(PROMPT, tenant="acme")) == 0
+    assert remote_tokens(second.prefill(PROMPT, tenant="acme")) == 0
     second.run()
     assert second.core.seconds_until_due() is None
     assert not second.offload.purger.is_purging("redis", Namespace("fake", "acme"))
-    assert remote(second.prefill(PROMPT, tenant="other")) == 12
+    assert remote_tokens(second.prefill(PROMPT, tenant="other")) == 12
 
 
 def test_blocks_of_an_invoked_adapter_are_not_looked_up_during_their_purge() -> None:
@@ -89,30 +89,32 @@ def test_blocks_of_an_invoked_adapter_are_not_looked_up_during_their_purge() -> 
     blocks = list(bench.index.key_blocks(NAMESPACE, older.prompt_tokens))
     store.memory.put([BlockObject(each.key, each.parent, 0, each.tokens, memoryview(bytes(64))) for each in blocks])
     assert lookups.begin(older, 0)
-    ask, store.calls = store.calls, []
+    lookup_calls, store.calls = store.calls, []
     bench.offload.purge(None, "law", None)
     assert not lookups.begin(newer, 0)
-    purge, store.calls = store.calls, ask
+    purge_calls, store.calls = store.calls, lookup_calls
     store.run()
     assert lookups.ended() == [older]
     assert bench.index.find(NAMESPACE, older.prompt_tokens, 0) == []
-    store.calls = purge
+    store.calls = purge_calls
     store.run()
     assert lookups.begin(newer, 0)
     store.run()
     lookups.ended()
     found = bench.index.find(NAMESPACE, newer.prompt_tokens, 0)
-    assert [each.block for each in found] == blocks[:1], "the base model's"
+    assert [each.block for each in found] == blocks[:1], (
+        "only the block before the invocation, which the base model computed"
+    )
 
 
 def test_the_engine_is_woken_when_a_call_must_be_retried() -> None:
     store = SteppedStore(100)
-    woken = list[bool]()
-    first = TieredBench(redis=store, wake=lambda: woken.append(first.offload.purger.has_failed))
-    purge_at_once(first.core, tenant="acme")
+    has_failed_at_wake: list[bool] = []
+    bench = TieredBench(redis=store, wake=lambda: has_failed_at_wake.append(bench.offload.purger.has_failed))
+    purge_at_once(bench.core, tenant="acme")
     store.run()
-    assert woken == []
+    assert has_failed_at_wake == []
     store.error = StoreUnavailable("gone")
-    purge_at_once(first.core, tenant="acme")
+    purge_at_once(bench.core, tenant="acme")
     store.run()
-    assert woken[0]
+    assert has_failed_at_wake[0]

@@ -12,15 +12,17 @@ from radixkv.api.retention import Retention
 from radixkv.namespace import Namespace
 from radixkv.offload import restart
 from radixkv.offload.index.retention import RetentionHint
+from radixkv.offload.tiers.block_object import HEAD_BYTES
+from radixkv.tokens import TOKEN_BYTES
 from tests.fake_runner import tokens
 
-from .tiered_bench import PAYLOAD_BYTES, SteppedStore, TieredBench
+from .tiered_bench import BLOCK_SIZE, PAYLOAD_BYTES, SteppedStore, TieredBench
 
 NAMESPACE = Namespace("fake")
 
 
-class PromptStore(SteppedStore):
-    """A store that runs calls at once, `num_calls` times."""
+class ImmediateStore(SteppedStore):
+    """A store that runs its first `num_calls` calls at once, and no later ones."""
 
     def __init__(self, num_blocks: int, num_calls: int = 1000) -> None:
         super().__init__(num_blocks)
@@ -35,7 +37,7 @@ class PromptStore(SteppedStore):
 
 
 class FakeRecord:
-    """Records the order and the priorities that it gets."""
+    """Fakes a `DiskRecord`: keeps the eviction order and the priorities that it receives."""
 
     def __init__(self) -> None:
         self.keys: list[bytes] = []
@@ -51,67 +53,70 @@ class FakeRecord:
         self.hints = list(hints)
 
 
-def saved_last(bench: TieredBench, limit_s: float = 60.0) -> tuple[bool, list[bytes]]:
-    """Return whether all was saved, and the tokens of the blocks on the disk, in eviction order."""
+def save_on_shutdown(bench: TieredBench, limit_s: float = 60.0) -> tuple[bool, list[bytes]]:
+    """Return whether all blocks were saved, and the tokens of the blocks on the disk, in eviction order."""
     record: Any = FakeRecord()
     save = restart.ShutdownSave(bench.cache, bench.index, bench.offload._saver, record)
-    is_whole = save.run(limit_s)
+    is_complete = save.run(limit_s)
     assert record.keys == list(bench.index.tiers.get("disk", ()))
-    found = bench.stores["disk"].memory.get(record.keys)
-    return is_whole, [bytes(loan.data[128:144]) for loan in found if loan is not None]
+    loans = bench.stores["disk"].memory.get(record.keys)
+    tokens_end = HEAD_BYTES + TOKEN_BYTES * BLOCK_SIZE
+    return is_complete, [bytes(loan.data[HEAD_BYTES:tokens_end]) for loan in loans if loan is not None]
 
 
-def used(bench: TieredBench, *firsts: int, num_tokens: int = 13) -> None:
+def prefill_each(bench: TieredBench, *firsts: int, num_tokens: int = 13) -> None:
+    """Prefill prompts with the tokens from these ones on, a second apart."""
     for first in firsts:
         bench.clock.now_s += 1.0
         bench.prefill(range(first, first + num_tokens))
 
 
-def blocks_of(*starts: int) -> list[bytes]:
+def tokens_of_blocks(*starts: int) -> list[bytes]:
+    """Return the tokens of the blocks that begin with these tokens."""
     return [tokens(range(start, start + 4)) for start in starts]
 
 
 def test_recently_used_blocks_are_evicted_last_and_ends_before_beginnings() -> None:
-    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
-    used(bench, 100, 200, 300, 200)
-    assert saved_last(bench) == (True, blocks_of(108, 104, 100, 308, 304, 300, 208, 204, 200))
+    bench = TieredBench(num_blocks=12, disk=ImmediateStore(100))
+    prefill_each(bench, 100, 200, 300, 200)
+    assert save_on_shutdown(bench) == (True, tokens_of_blocks(108, 104, 100, 308, 304, 300, 208, 204, 200))
 
 
 def test_a_long_prompt_is_evicted_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "_SAVED_AT_ONCE", 2)
-    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
-    used(bench, 100, num_tokens=21)
-    assert saved_last(bench) == (True, blocks_of(116, 112, 108, 104, 100))
+    bench = TieredBench(num_blocks=12, disk=ImmediateStore(100))
+    prefill_each(bench, 100, num_tokens=21)
+    assert save_on_shutdown(bench) == (True, tokens_of_blocks(116, 112, 108, 104, 100))
 
 
 def test_blocks_evicted_before_shutdown_are_evicted_first() -> None:
-    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
-    used(bench, 100)
+    bench = TieredBench(num_blocks=12, disk=ImmediateStore(100))
+    prefill_each(bench, 100)
     bench.evict(4)
-    used(bench, 200)
-    assert saved_last(bench)[1] == blocks_of(108, 104, 100, 208, 204, 200)
+    prefill_each(bench, 200)
+    assert save_on_shutdown(bench)[1] == tokens_of_blocks(108, 104, 100, 208, 204, 200)
 
 
 def test_retained_blocks_are_evicted_last() -> None:
-    """A fifth of the blocks may be: two of these three."""
-    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
-    used(bench, 100, 200)
+    """The cache retains at most a fifth of its twelve blocks, so two of these three."""
+    bench = TieredBench(num_blocks=12, disk=ImmediateStore(100))
+    prefill_each(bench, 100, 200)
     bench.core.retain(NAMESPACE, tokens(range(100, 112)), Retention(90))
-    assert saved_last(bench)[1] == blocks_of(108, 208, 204, 200, 104, 100)
+    assert save_on_shutdown(bench)[1] == tokens_of_blocks(108, 208, 204, 200, 104, 100)
 
 
 def test_priorities_are_recorded_for_the_next_process() -> None:
-    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
-    used(bench, 100, 200)
+    bench = TieredBench(num_blocks=12, disk=ImmediateStore(100))
+    prefill_each(bench, 100, 200)
     bench.core.retain(NAMESPACE, tokens(range(100, 108)), Retention(90, ttl_s=60.0))
     record: Any = FakeRecord()
     restart.ShutdownSave(bench.cache, bench.index, bench.offload._saver, record).run(60.0)
     assert record.hints == [(key, RetentionHint(90, bench.clock() + 60.0)) for key in record.keys[-2:]]
 
 
-def test_priorities_on_a_disk_that_is_not_known_yet_are_left_as_they_are() -> None:
-    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
-    used(bench, 100)
+def test_recorded_priorities_are_kept_if_the_disk_was_not_scanned_completely() -> None:
+    bench = TieredBench(num_blocks=12, disk=ImmediateStore(100))
+    prefill_each(bench, 100)
     bench.core.retain(NAMESPACE, tokens(range(100, 108)), Retention(90))
     record: Any = FakeRecord()
     record.hints = [(b"earlier", RetentionHint(90, None))]
@@ -121,23 +126,25 @@ def test_priorities_on_a_disk_that_is_not_known_yet_are_left_as_they_are() -> No
     assert len(record.keys) == 3
 
 
-def test_a_small_disk_gets_what_was_used_last() -> None:
-    bench = TieredBench(num_blocks=12, disk=PromptStore(4))
-    used(bench, 100, 200)
-    assert saved_last(bench)[1] == blocks_of(100, 208, 204, 200)
+def test_a_small_disk_gets_the_most_recently_used_blocks() -> None:
+    bench = TieredBench(num_blocks=12, disk=ImmediateStore(4))
+    prefill_each(bench, 100, 200)
+    assert save_on_shutdown(bench)[1] == tokens_of_blocks(100, 208, 204, 200)
 
 
 def test_the_shutdown_save_reports_that_time_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "_SAVED_AT_ONCE", 2)
-    bench = TieredBench(num_blocks=12, disk=PromptStore(100, num_calls=2))
-    used(bench, 100, 200)
-    assert saved_last(bench, limit_s=0.0) == (False, blocks_of(208, 204, 200)), "of 100 to 108 nothing was written"
+    bench = TieredBench(num_blocks=12, disk=ImmediateStore(100, num_calls=2))
+    prefill_each(bench, 100, 200)
+    assert save_on_shutdown(bench, limit_s=0.0) == (False, tokens_of_blocks(208, 204, 200)), (
+        "no block of the first prompt was saved"
+    )
 
 
 def test_a_small_bound_of_waiting_copies_truncates_no_prompt() -> None:
-    bench = TieredBench(num_blocks=12, max_bytes=2 * PAYLOAD_BYTES, disk=PromptStore(100))
-    used(bench, 100)
-    assert saved_last(bench) == (True, blocks_of(108, 104, 100))
+    bench = TieredBench(num_blocks=12, max_bytes=2 * PAYLOAD_BYTES, disk=ImmediateStore(100))
+    prefill_each(bench, 100)
+    assert save_on_shutdown(bench) == (True, tokens_of_blocks(108, 104, 100))
 
 
 def _no_memory(*_: object) -> None:
@@ -145,19 +152,19 @@ def _no_memory(*_: object) -> None:
 
 
 def test_the_shutdown_save_reports_dropped_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
-    used(bench, 100)
+    bench = TieredBench(num_blocks=12, disk=ImmediateStore(100))
+    prefill_each(bench, 100)
     monkeypatch.setattr(bench.mover, "read", _no_memory)
-    assert saved_last(bench) == (False, [])
+    assert save_on_shutdown(bench) == (False, [])
 
 
 def test_without_a_disk_only_evicted_blocks_are_saved() -> None:
-    bench = TieredBench(num_blocks=12, host=PromptStore(100))
-    used(bench, 100)
+    bench = TieredBench(num_blocks=12, host=ImmediateStore(100))
+    prefill_each(bench, 100)
     bench.cache.evict(1)
     save = restart.ShutdownSave(bench.cache, bench.index, bench.offload._saver, None)
     assert save.run(60.0)
-    assert bench.stores["host"].memory.size().num_objects == 0, "the evicted block was filled in part"
+    assert bench.stores["host"].memory.size().num_objects == 0, "an incomplete block is not stored"
     bench.cache.evict(1)
     assert save.run(60.0)
     assert bench.stores["host"].memory.size().num_objects == 1

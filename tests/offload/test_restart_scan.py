@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ ACME = Namespace("model", "acme")
 
 
 class FakeRecord:
-    """Returns its blocks when the test says so."""
+    """Fakes a `DiskRecord`, whose `read` returns two blocks when the test says so."""
 
     def __init__(self, error: Exception | None = None, *, has_hints: bool = False) -> None:
         self.may_answer = threading.Event()
@@ -46,102 +46,106 @@ class FakeRecord:
 
 
 def scan_of(record: Any, num_blocks: int = 10) -> tuple[DiskScan, TierIndex]:
+    """Return a scan, and the index to which it adds the blocks; `num_blocks` is the capacity of the tier."""
     tier_index = TierIndex("disk", num_blocks)
-    return DiskScan(record, tier_index, StoredRetention({"disk": tier_index}), deleted_by(record)), tier_index
+    return DiskScan(record, tier_index, StoredRetention({"disk": tier_index}), record.deleted.extend), tier_index
 
 
-def deleted_by(record: FakeRecord) -> Callable[[Sequence[bytes]], None]:
-    return record.deleted.extend
+def take_all(scan: DiskScan) -> None:
+    """Wait until the scan has ended and all of its results are taken."""
+    for _ in scan.wait_for_end():
+        pass
 
 
-def test_blocks_are_known_after_they_are_read_and_taken() -> None:
+def test_blocks_are_in_the_index_after_they_are_read_and_taken() -> None:
     record = FakeRecord()
-    blocks, tier_index = scan_of(record)
-    scan_steps = blocks.wait_for_end()
+    scan, tier_index = scan_of(record)
+    scan_steps = scan.wait_for_end()
     assert next(scan_steps) is None
-    blocks.take()
+    scan.take()
     assert list(tier_index) == []
     record.may_answer.set()
-    assert set(scan_steps) <= {None}
-    assert not blocks.has_more
+    for _ in scan_steps:
+        pass
+    assert not scan.has_more
     assert list(tier_index) == [b"a", b"b"]
     assert tier_index.holds(b"a")
 
 
 def test_blocks_stored_during_the_scan_are_evicted_after_earlier_ones() -> None:
     record = FakeRecord()
-    blocks, tier_index = scan_of(record)
+    scan, tier_index = scan_of(record)
     tier_index.add(b"new", ACME)
     record.may_answer.set()
-    assert set(blocks.wait_for_end()) <= {None}
-    blocks.take()
+    take_all(scan)
+    scan.take()
     assert list(tier_index) == [b"a", b"b", b"new"]
 
 
 def test_blocks_that_were_retained_are_evicted_last() -> None:
     record = FakeRecord(has_hints=True)
-    blocks, tier_index = scan_of(record)
+    scan, tier_index = scan_of(record)
     record.may_answer.set()
-    assert set(blocks.wait_for_end()) <= {None}
-    blocks.take()
+    take_all(scan)
+    scan.take()
     assert list(tier_index) == [b"b", b"a"]
     assert tier_index.priority_of(b"a") == 90
 
 
-def test_a_failed_scan_is_logged_and_finds_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_scan_is_logged_and_adds_no_blocks(caplog: pytest.LogCaptureFixture) -> None:
     record = FakeRecord(StoreUnavailable("gone"))
     with caplog.at_level(logging.ERROR):
-        blocks, tier_index = scan_of(record)
+        scan, tier_index = scan_of(record)
         record.may_answer.set()
-        assert set(blocks.wait_for_end()) <= {None}
+        take_all(scan)
     assert list(tier_index) == []
-    assert blocks.has_failed
+    assert scan.has_failed
     assert "tier disk: the scan failed" in caplog.text
 
 
 def test_namespaces_are_forgotten_only_after_the_scan(caplog: pytest.LogCaptureFixture) -> None:
     record = FakeRecord()
-    blocks, _ = scan_of(record)
-    blocks.take()
+    scan, _ = scan_of(record)
+    scan.take()
     assert record.tidied == []
     record.may_answer.set()
-    assert set(blocks.wait_for_end()) <= {None}
-    blocks.take()
+    take_all(scan)
+    scan.take()
     assert record.tidied == [[ACME]]
     broken = FakeRecord(StoreUnavailable("gone"))
-    blocks, _ = scan_of(broken)
+    scan, _ = scan_of(broken)
     broken.may_answer.set()
-    assert set(blocks.wait_for_end()) <= {None}
-    blocks.take()
+    take_all(scan)
+    scan.take()
     assert broken.tidied == []
 
 
 def test_namespaces_of_blocks_found_during_the_scan_are_kept() -> None:
     record = FakeRecord()
-    blocks, _ = scan_of(record)
-    is_alive = blocks._reader.is_alive
+    scan, _ = scan_of(record)
+    is_alive = scan._reader.is_alive
 
-    def ends_now() -> bool:
+    def end_scan_and_check() -> bool:
         record.may_answer.set()
-        blocks._reader.join(PATIENCE_S)
+        scan._reader.join(PATIENCE_S)
         return is_alive()
 
-    blocks._reader.is_alive = ends_now  # type: ignore[method-assign]
-    blocks.take()
+    scan._reader.is_alive = end_scan_and_check  # type: ignore[method-assign]
+    scan.take()
     assert record.tidied == []
-    while blocks.has_more:
-        blocks.take()
-    blocks.take()
+    while scan.has_more:
+        scan.take()
+    scan.take()
     assert record.tidied == [[ACME]]
 
 
 def test_shutdown_waits_for_the_scan() -> None:
     record = FakeRecord()
-    blocks, tier_index = scan_of(record)
-    assert not blocks.finish(0.0)
+    scan, tier_index = scan_of(record)
+    assert not scan.finish(0.0)
     assert list(tier_index) == []
     threading.Timer(0.01, record.may_answer.set).start()
-    assert blocks.finish(PATIENCE_S)
+    assert scan.finish(PATIENCE_S)
     assert list(tier_index) == [b"a", b"b"]
 
 
@@ -153,67 +157,67 @@ def test_shutdown_does_not_wait_longer_than_its_limit(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(DiskScan, "_add_in_slices", add_slowly)
     record = FakeRecord()
-    blocks, _ = scan_of(record)
+    scan, _ = scan_of(record)
     record.may_answer.set()
-    blocks._reader.join(PATIENCE_S)
-    assert not blocks.finish(0.05)
-    assert blocks.has_more
+    scan._reader.join(PATIENCE_S)
+    assert not scan.finish(0.05)
+    assert scan.has_more
 
 
-def refusing(record: FakeRecord) -> DiskScan:
-    """Return a scan whose blocks do not all fit into the index, and whose deletions fail."""
+def failing_scan_of(record: FakeRecord) -> DiskScan:
+    """Return a scan whose blocks do not all fit into the index, and whose deletions fail, with its results read."""
 
     def delete(_: object) -> None:
         raise StoreUnavailable("gone")
 
     tier_index = TierIndex("disk", 1)
-    blocks = DiskScan(record, tier_index, StoredRetention({"disk": tier_index}), delete)  # type: ignore[arg-type]
+    scan = DiskScan(record, tier_index, StoredRetention({"disk": tier_index}), delete)  # type: ignore[arg-type]
     record.may_answer.set()
-    blocks._reader.join(PATIENCE_S)
-    return blocks
+    scan._reader.join(PATIENCE_S)
+    return scan
 
 
 def test_a_failure_to_index_blocks_is_logged_once_and_no_namespace_is_forgotten() -> None:
     record = FakeRecord()
-    blocks = refusing(record)
+    scan = failing_scan_of(record)
     with pytest.raises(StoreUnavailable):
-        blocks.take()
-    assert (blocks.has_more, blocks.has_failed) == (False, True)
-    blocks.take()
+        scan.take()
+    assert (scan.has_more, scan.has_failed) == (False, True)
+    scan.take()
     assert record.tidied == []
-    assert list(blocks.wait_for_end()) == []
-    assert not blocks.finish(PATIENCE_S)
+    assert list(scan.wait_for_end()) == []
+    assert not scan.finish(PATIENCE_S)
 
 
 def test_shutdown_reports_a_failure_to_index_blocks(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        blocks = refusing(FakeRecord())
-        assert not blocks.finish(PATIENCE_S)
-    assert not blocks.has_more
+        scan = failing_scan_of(FakeRecord())
+        assert not scan.finish(PATIENCE_S)
+    assert not scan.has_more
     assert "tier disk: adding its blocks to the index failed" in caplog.text
 
 
 def test_blocks_without_room_in_the_index_are_deleted() -> None:
     record = FakeRecord()
-    blocks, tier_index = scan_of(record, num_blocks=1)
+    scan, tier_index = scan_of(record, num_blocks=1)
     record.may_answer.set()
-    assert set(blocks.wait_for_end()) <= {None}
+    take_all(scan)
     assert list(tier_index) == [b"b"]
     assert record.deleted == [b"a"]
 
 
-def test_blocks_and_priorities_are_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_taken_before_their_priorities_and_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "_TAKEN_AT_ONCE", 1)
     record = FakeRecord(has_hints=True)
-    blocks, tier_index = scan_of(record)
+    scan, tier_index = scan_of(record)
     record.may_answer.set()
-    blocks._reader.join(PATIENCE_S)
+    scan._reader.join(PATIENCE_S)
     seen = []
-    while blocks.has_more:
-        blocks.take()
+    while scan.has_more:
+        scan.take()
         seen.append((list(tier_index), b"a" in tier_index and tier_index.priority_of(b"a")))
     assert seen[:3] == [([b"b"], False), ([b"a", b"b"], DEFAULT_PRIORITY), ([b"b", b"a"], 90)]
-    assert not blocks.has_failed
+    assert not scan.has_failed
 
 
 def test_the_engine_is_woken_when_there_is_something_to_take() -> None:
@@ -221,7 +225,7 @@ def test_the_engine_is_woken_when_there_is_something_to_take() -> None:
     woken = threading.Event()
     tier_index = TierIndex("disk", 10)
     retention = StoredRetention({"disk": tier_index})
-    blocks = DiskScan(record, tier_index, retention, record.deleted.extend, woken.set)  # type: ignore[arg-type]
+    scan = DiskScan(record, tier_index, retention, record.deleted.extend, woken.set)  # type: ignore[arg-type]
     record.may_answer.set()
     assert woken.wait(PATIENCE_S)
-    assert blocks.has_more
+    assert scan.has_more

@@ -1,4 +1,4 @@
-"""Saving evicted blocks: stores never hold a block that the index does not know."""
+"""Evicted blocks are saved, and stores never hold a block that the index does not know."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tiered_bench import PAYLOAD_BYTES, PROMPT, TieredBench
 OTHER = range(100, 113)
 
 
-def compute(bench: TieredBench, ids: range) -> None:
+def compute_and_evict(bench: TieredBench, ids: range) -> None:
     """Compute a prompt while the store does nothing, and evict it."""
     bench.submit(ids)
     while bench.core.has_work:
@@ -26,19 +26,19 @@ def compute(bench: TieredBench, ids: range) -> None:
     bench.offload._saver.flush()
 
 
-def test_a_block_evicted_again_before_the_store_dropped_it_is_stored() -> None:
+def test_a_block_that_is_evicted_again_while_it_is_a_victim_is_stored() -> None:
     bench = TieredBench(host=3)
     bench.prefill(PROMPT)
     bench.evict(4)
-    compute(bench, OTHER)  # its blocks are to replace those of the first prompt
-    compute(bench, PROMPT)  # evicted once more; now its blocks are to replace those of the other prompt
+    compute_and_evict(bench, OTHER)  # its blocks are to replace those of the first prompt
+    compute_and_evict(bench, PROMPT)  # evicted again, so now its blocks are to replace those of the other prompt
     bench.run()
     assert bench.stores["host"].memory.size().num_objects == len(bench.index.tiers["host"]) == 3
     assert bench.prefill(PROMPT).usage.host_tokens == 12
 
 
-def stored_without_parts(room_blocks: int = 100) -> TieredBench:
-    """A bench whose store has a prompt's blocks without their parts, and whose device has them with their parts.
+def bench_with_partless_blocks(room_blocks: int = 100) -> TieredBench:
+    """Return a bench whose store has a prompt's blocks without parts, and whose device has them with their parts.
 
     The device has a block of another prompt as well, which is evicted first.
     """
@@ -52,7 +52,7 @@ def stored_without_parts(room_blocks: int = 100) -> TieredBench:
     return bench
 
 
-def num_stored(bench: TieredBench) -> int:
+def count_stored_blocks(bench: TieredBench) -> int:
     """Count the blocks in the stores, and assert that the index knows each, since a purge finds no others."""
     for name, store in bench.stores.items():
         assert set(store.memory._table._entries) == set(bench.index.tiers[name])
@@ -60,51 +60,51 @@ def num_stored(bench: TieredBench) -> int:
 
 
 def test_a_block_is_stored_again_with_its_part() -> None:
-    bench = stored_without_parts()
+    bench = bench_with_partless_blocks()
     bench.evict(5)
-    assert num_stored(bench) == 4
+    assert count_stored_blocks(bench) == 4
     assert bench.index.tiers["host"].partless == set()
 
 
-def no_memory(*_: object) -> None:
+def raise_memory_error(*_: object) -> None:
     raise MemoryError
 
 
-def without_room(saver: Saver, patch: Callable[..., None]) -> None:
-    patch(saver, "_num_free_blocks", 0)
+def leave_no_room_for_copies(saver: Saver, set_attribute: Callable[..., None]) -> None:
+    set_attribute(saver, "_num_free_blocks", 0)
 
 
-def without_memory(saver: Saver, patch: Callable[..., None]) -> None:
-    patch(saver._mover, "read", no_memory)
+def fail_to_allocate(saver: Saver, set_attribute: Callable[..., None]) -> None:
+    set_attribute(saver._mover, "read", raise_memory_error)
 
 
-@pytest.mark.parametrize("trouble", [without_room, without_memory])
+@pytest.mark.parametrize("obstruct", [leave_no_room_for_copies, fail_to_allocate])
 def test_a_store_keeps_nothing_of_a_block_whose_copy_was_dropped(
-    trouble: Callable[[Saver, Any], None], monkeypatch: pytest.MonkeyPatch
+    obstruct: Callable[[Saver, Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = stored_without_parts()
+    bench = bench_with_partless_blocks()
     with monkeypatch.context() as patched:
-        trouble(bench.offload._saver, patched.setattr)
+        obstruct(bench.offload._saver, patched.setattr)
         bench.cache.evict(5)
         bench.offload._saver.flush()
     bench.run()
     assert bench.offload.stats()[0].dropped_blocks == 4
-    assert num_stored(bench) == 0
+    assert count_stored_blocks(bench) == 0
 
 
 def test_a_store_keeps_nothing_of_a_block_whose_call_never_reached_it() -> None:
-    bench = stored_without_parts()
+    bench = bench_with_partless_blocks()
     (store,) = bench.stores.values()
     store.error = StorePaused("paused")
     bench.evict(5)
     store.error = None
     bench.run()
     assert bench.offload.stats()[0].refused_blocks == 4
-    assert num_stored(bench) == 0
+    assert count_stored_blocks(bench) == 0
 
 
 def test_a_store_keeps_nothing_of_a_victim_that_was_evicted_again_and_dropped() -> None:
-    bench = stored_without_parts(room_blocks=3)
+    bench = bench_with_partless_blocks(room_blocks=3)
     (store,) = bench.stores.values()
     bench.cache.evict(1)
     assert bench.index._victims["host"]
@@ -112,7 +112,7 @@ def test_a_store_keeps_nothing_of_a_victim_that_was_evicted_again_and_dropped() 
     bench.evict(4)
     store.error = None
     bench.run()
-    assert num_stored(bench) == 0
+    assert count_stored_blocks(bench) == 0
 
 
 def test_blocks_that_a_store_never_got_are_not_deleted() -> None:
@@ -154,7 +154,7 @@ def test_the_index_agrees_with_the_stores_whatever_fails(seed: int) -> None:
     for store in bench.stores.values():
         store.error = None
     bench.run()
-    num_stored(bench)
+    count_stored_blocks(bench)
     purge_at_once(bench.core, tenant=None)
     bench.run()
-    assert num_stored(bench) == 0
+    assert count_stored_blocks(bench) == 0

@@ -1,4 +1,4 @@
-"""What tenants use of the tiers below the device."""
+"""The ledger counts what each tenant uses of the tiers below the device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ A, B = Namespace("m", "a"), Namespace("m", "b")
 
 
 def make_index(ledger: TenantLedger, name: str = "host", **ceilings: float) -> TierIndex:
+    """Return the index of a tier of three blocks; `ceilings` are shares of the tier, by tenant."""
     return TierIndex(name, 3, shares_of=lambda tenant: TierShares(ceiling=ceilings.get(tenant)), ledger=ledger)
 
 
-def test_the_blocks_of_a_tier_count_from_their_addition_to_their_removal() -> None:
+def test_blocks_use_a_tier_from_their_addition_to_their_removal() -> None:
     clock = FakeClock()
     ledger = TenantLedger(4, clock=clock)
     index = make_index(ledger)
@@ -31,7 +32,7 @@ def test_the_blocks_of_a_tier_count_from_their_addition_to_their_removal() -> No
     index.remove(b"1")
     index.remove(b"1")
     clock.now_s = 10.0
-    assert ledger.use_of("a") == Use(host_token_s=4 * (3.0 + 8.0))
+    assert ledger.use_of("a") == Use(host_token_s=4 * (3.0 + 8.0)), "blocks of four tokens, for 3 s and for 8 s"
     assert index.remove_all(B) == [b"3"]
     clock.now_s = 20.0
     assert ledger.use_of("b") == Use(host_token_s=4 * 8.0)
@@ -39,12 +40,12 @@ def test_the_blocks_of_a_tier_count_from_their_addition_to_their_removal() -> No
 
 def test_evictions_of_a_tier_are_attributed_to_the_tenant_itself_or_to_others() -> None:
     ledger = TenantLedger(4, clock=FakeClock())
-    index = make_index(ledger, a=2 / 3)
+    index = make_index(ledger, a=2 / 3)  # two of the three blocks
     for key, namespace in (b"1", A), (b"2", A), (b"3", A), (b"4", B), (b"5", B):
         index.add(key, namespace)
         index.note_stored(key)
-    a = ledger.use_of("a")
-    assert (a.host_evicted_by_self_tokens, a.host_evicted_by_others_tokens) == (4, 4)
+    use = ledger.use_of("a")
+    assert (use.host_evicted_by_self_tokens, use.host_evicted_by_others_tokens) == (4, 4)
     assert ledger.use_of("b") == Use()
 
 
@@ -56,17 +57,17 @@ def test_evictions_of_a_plug_in_store_are_not_counted() -> None:
         index.add(b"%d" % number, A)
         index.note_stored(b"%d" % number)
     clock.now_s = 1.0
-    assert ledger.use_of("a") == Use(remote_token_s=12.0)
+    assert ledger.use_of("a") == Use(remote_token_s=3 * 4 * 1.0), "the three blocks that are left"
 
 
-def test_what_a_shared_store_evicts_is_not_known() -> None:
+def test_the_index_of_a_shared_store_counts_no_evictions() -> None:
     clock = FakeClock()
     ledger = TenantLedger(4, clock=clock)
     index = SharedTierIndex("redis", 2, ledger=ledger)
     for key in (b"1", b"2", b"3"):
         index.add(key, A)
     clock.now_s = 1.0
-    assert ledger.use_of("a") == Use(remote_token_s=8.0)
+    assert ledger.use_of("a") == Use(remote_token_s=2 * 4 * 1.0), "the two blocks that the index knows"
 
 
 def test_loaded_tokens_are_hits_of_their_tier() -> None:
@@ -78,7 +79,7 @@ def test_loaded_tokens_are_hits_of_their_tier() -> None:
     assert (use.computed_tokens, use.host_hit_tokens, use.host_loaded_tokens, use.device_hit_tokens) == (14, 12, 12, 0)
 
 
-def test_tokens_that_are_loaded_ahead_are_loaded_from_a_tier_and_hit_on_the_device() -> None:
+def test_prefetched_tokens_are_loaded_from_a_tier_and_hit_on_the_device() -> None:
     bench = TieredBench(num_blocks=8, redis=100)
     bench.prefill(range(13))
     bench.evict(4)

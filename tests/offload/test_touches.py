@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
 import pytest
 
 from radixkv.errors import StoreLate
 from radixkv.namespace import Namespace
 from radixkv.offload import touches
-from tests.fake_runner import tokens
+from tests.core_bench import purge_at_once
+from tests.fake_runner import next_token, tokens
 
 from .tiered_bench import SteppedStore, TieredBench
 
@@ -16,6 +21,7 @@ HOT = range(33)  # eight whole blocks and a token
 
 
 def bench_and_store(**options: int) -> tuple[TieredBench, SteppedStore]:
+    """Return a bench with a shared store, and the store."""
     bench = TieredBench(**{"num_blocks": 40, "redis": 100, **options})
     return bench, bench.stores["redis"]
 
@@ -25,7 +31,7 @@ def keys_of(bench: TieredBench, prompt: range) -> list[bytes]:
 
 
 def prefill_hot(bench: TieredBench, suffix: int) -> None:
-    """Prefill the hot prefix with a suffix of its own."""
+    """Prefill the hot prefix, followed by five tokens that depend on the number `suffix`."""
     bench.prefill([*HOT[:32], *range(1000 * suffix, 1000 * suffix + 5)])
 
 
@@ -34,7 +40,7 @@ def lose(store: SteppedStore, keys: list[bytes]) -> None:
     assert store.memory.delete(keys) == len(keys)
 
 
-def test_a_hit_on_the_device_is_a_use_in_the_store() -> None:
+def test_a_hit_on_the_device_touches_the_blocks_in_the_store() -> None:
     bench, store = bench_and_store()
     bench.prefill(HOT)
     store.touches.clear()
@@ -43,13 +49,13 @@ def test_a_hit_on_the_device_is_a_use_in_the_store() -> None:
     assert bench.offload.stats()[0].touched_blocks >= 8
 
 
-def test_a_prompt_that_is_published_in_parts_ends_with_a_use_of_its_beginning() -> None:
-    bench, store = bench_and_store(num_parts=40)  # whose steps are short
+def test_the_last_touch_of_a_chunked_prompt_ends_with_its_beginning() -> None:
+    bench, store = bench_and_store(num_parts=40)  # with windowed layers, whose steps have only eight tokens
     bench.prefill(HOT)
     assert store.touches[-1] == keys_of(bench, HOT)[::-1]
 
 
-def test_tokens_after_a_shared_prefix_are_not_used() -> None:
+def test_blocks_after_a_shared_prefix_are_not_touched() -> None:
     bench, store = bench_and_store()
     bench.prefill(range(33))
     store.touches.clear()
@@ -80,9 +86,7 @@ def test_blocks_that_the_store_has_lost_are_written_again() -> None:
     assert bench.offload.stats()[0].rewritten_blocks == 3
     other = TieredBench(num_blocks=40, redis=store)
     assert other.prefill(HOT).usage.remote_tokens == 32
-    assert [each.next_token_id for each in (other.prefill(HOT), bench.prefill(HOT))] == [
-        bench.prefill(HOT).next_token_id
-    ] * 2
+    assert other.prefill(HOT).next_token_id == bench.prefill(HOT).next_token_id == next_token(tokens(HOT))
 
 
 def test_blocks_evicted_in_the_meantime_are_written_when_they_are_computed_again() -> None:
@@ -92,9 +96,9 @@ def test_blocks_evicted_in_the_meantime_are_written_when_they_are_computed_again
     lose(store, hot)
     bench.submit(HOT)
     bench.core.step()
-    store.calls, calls = [], store.calls  # the touch is in flight
+    touch_calls, store.calls = store.calls, []  # the touch is in flight
     bench.cache.evict(40)
-    store.calls += calls
+    store.calls += touch_calls
     bench.run()
     assert bench.offload.stats()[0].rewritten_blocks == 0
     bench.prefill(HOT)
@@ -133,8 +137,8 @@ def test_a_store_that_is_too_small_is_not_written_to_endlessly(monkeypatch: pyte
     bench.prefill(HOT)
     hot = keys_of(bench, HOT)
     for suffix in range(1, 9):
-        gone = [key for key, is_there in zip(hot, store.memory.exists(hot), strict=True) if is_there]
-        lose(store, gone)
+        present = [key for key, is_present in zip(hot, store.memory.exists(hot), strict=True) if is_present]
+        lose(store, present)
         prefill_hot(bench, suffix)
     assert bench.offload.stats()[0].rewritten_blocks == 4
 
@@ -153,15 +157,13 @@ def test_a_purged_prompt_is_not_written_again() -> None:
     bench, store = bench_and_store()
     bench.prefill(HOT)
     bench.submit(HOT)
-    bench.core.step()  # its use is not sent yet, or in flight
-    purge = bench.core.purge_in_slices(tenant=None, adapter=None, salt=None)
-    for _ in purge:
-        pass
+    bench.core.step()  # the touch is not sent yet, or is in flight
+    purge_at_once(bench.core, tenant=None)
     bench.run()
     assert store.memory.exists(keys_of(bench, HOT)) == [False] * 8
 
 
-def test_shutdown_touches_and_writes_what_was_used_last() -> None:
+def test_shutdown_touches_the_last_used_blocks_and_writes_lost_ones_again() -> None:
     bench, store = bench_and_store()
     bench.prefill(HOT)
     hot = keys_of(bench, HOT)
@@ -169,14 +171,20 @@ def test_shutdown_touches_and_writes_what_was_used_last() -> None:
     bench.submit(HOT)
     while bench.core.has_work:
         bench.core.step()
-    run = store._later
-    store._later = lambda call: (run(call), store.run())[0]  # answers at once
+    enqueue = store._later
+
+    def call_at_once(call: Callable[[], Any]) -> Future[Any]:
+        future = enqueue(call)
+        store.run()
+        return future
+
+    store._later = call_at_once
     store.run()
     bench.offload.close()
     assert store.memory.exists(hot) == [True] * 8
 
 
-def test_without_shared_stores_nothing_is_collected() -> None:
+def test_without_shared_stores_no_uses_are_recorded() -> None:
     bench = TieredBench(host=100)
     bench.prefill(HOT[:13])
     bench.prefill(HOT[:13])

@@ -1,4 +1,4 @@
-"""An engine core with stores below a fake device, whose calls complete when the test says so."""
+"""An engine core over a fake device with stores, whose calls complete when the test says so."""
 
 from __future__ import annotations
 
@@ -30,18 +30,23 @@ from tests.fake_runner import FakeRunner
 from tests.fakes import FakeClock
 
 PAYLOAD_BYTES = 4096
-BYTES_WITHOUT_PART = 4032
-WINDOW = 7  # of a bench with parts
+BYTES_WITHOUT_PART = 4032  # of a payload without its part of windowed layers
+WINDOW = 7  # tokens, in a bench with windowed layers
 STEP_TOKENS = 8
 SHARED = ("redis", "mooncake")
 FORMAT = BlockFormat("fake", "float32", "fp32", "fake", BLOCK_SIZE, PAYLOAD_BYTES, "cpu")
 OBJECT_BYTES = object_bytes(BLOCK_SIZE, PAYLOAD_BYTES)
 PROMPT = range(13)  # three whole blocks and a token
-FLOOD = range(100, 115)  # all blocks of a device with four
+FLOOD = range(100, 115)  # three whole blocks and three tokens, which need all blocks of a device with four
 
 
 class FakeMover:
-    """Moves the blocks of a fake runner, and records which parts were written."""
+    """Fakes a `BlockMover`: payloads are the contents of a fake runner's blocks as JSON, padded with spaces.
+
+    Attributes:
+        has_parts: whether the model has windowed layers.
+        written_parts: ids of the parts that were written.
+    """
 
     payload_bytes = PAYLOAD_BYTES
 
@@ -59,37 +64,38 @@ class FakeMover:
         return CompleteCopy()
 
     def read(self, block_ids: Sequence[int], part_ids: Sequence[int | None] | None = None) -> ReadBlocks:
-        slots = [
-            [each and (each[0], each[1].hex()) for each in self._runner.content[block_id]] for block_id in block_ids
-        ]
-        payloads = [memoryview(json.dumps(each).encode().ljust(PAYLOAD_BYTES)) for each in slots]
+        payloads = []
+        for block_id in block_ids:
+            slots = [slot and (slot[0], slot[1].hex()) for slot in self._runner.content[block_id]]
+            payloads.append(memoryview(json.dumps(slots).encode().ljust(PAYLOAD_BYTES)))
         if part_ids is None or not self.has_parts:
             return ReadBlocks(payloads, CompleteCopy())
         payloads = [
-            each if part_id is not None else each[:BYTES_WITHOUT_PART]
-            for each, part_id in zip(payloads, part_ids, strict=True)
+            payload if part_id is not None else payload[:BYTES_WITHOUT_PART]
+            for payload, part_id in zip(payloads, part_ids, strict=True)
         ]
         return ReadBlocks(payloads, CompleteCopy())
 
     def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> Copy:
         for block_id, payload in zip(block_ids, payloads, strict=True):
             slots = json.loads(bytes(payload))
-            self._runner.content[block_id] = [each and (each[0], bytes.fromhex(each[1])) for each in slots]
+            self._runner.content[block_id] = [slot and (slot[0], bytes.fromhex(slot[1])) for slot in slots]
         return CompleteCopy()
 
 
 class SteppedStore:
-    """Host memory whose calls run when the test says so.
+    """A store in host memory whose calls run when the test says so.
 
     Attributes:
-        num_blocks: blocks that it has room for.
+        num_blocks: number of blocks for which it has room.
+        memory: the blocks.
         calls: calls that it has received and not executed.
-        error: raised by calls; None while it works.
-        touches: the keys of each touch.
+        error: the error with which all calls fail; None while the store works.
+        touches: the keys of each touch, also of those that have not been executed.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        slot_bytes = -(-OBJECT_BYTES // 64) * 64
+        slot_bytes = -(-OBJECT_BYTES // 64) * 64  # rounded up to whole cache lines
         self.num_blocks = num_blocks
         self.memory = HostStore(map_memory(num_blocks * slot_bytes), OBJECT_BYTES)
         self.calls: list[tuple[Future[Any], Callable[[], Any]]] = []
@@ -143,7 +149,18 @@ class SteppedStore:
 
 
 class TieredBench(Bench):
-    """A bench with stores by name, the fastest first: room for a number of blocks, or the store of another bench."""
+    """A bench with stores below the device.
+
+    Args:
+        num_blocks: blocks on the device.
+        max_bytes: see `Offload`.
+        num_parts: parts of windowed layers on the device; 0 for a model without windowed layers.
+        retained_share: see `TierIndex`.
+        wake: see `Offload`.
+        session_prompt_bytes: see `PrefixCache`, `max_session_prompt_bytes`.
+        stores: the stores by the names of their tiers, the fastest first: a number of blocks for a store of its own, or
+            a store that it shares with another bench.
+    """
 
     def __init__(
         self,
@@ -210,22 +227,23 @@ class TieredBench(Bench):
 
     def run(self) -> None:
         """Run all requests, with stores that answer at once."""
-        num_quiet = 0
-        while num_quiet < 2:  # a step that was started ahead takes up no answers of stores
+        num_idle_steps = 0
+        # One idle step is not enough, since a step that was started ahead does not process answers of stores.
+        while num_idle_steps < 2:
             for store in self.stores.values():
                 store.run()
             self.core.step()
             self.cache.check()
             has_calls = any(store.calls for store in self.stores.values())
-            rest_s = self.offload.seconds_until_due()
+            until_due_s = self.offload.seconds_until_due()
             is_idle = not self.core.has_work and not has_calls
-            num_quiet = num_quiet + 1 if is_idle and rest_s is None else 0
-            if is_idle:
-                self.clock.now_s += rest_s or 0.0
+            num_idle_steps = num_idle_steps + 1 if is_idle and until_due_s is None else 0
+            if is_idle and until_due_s is not None:
+                self.clock.now_s += until_due_s
 
 
-def emptied(bench: TieredBench) -> TieredBench:
-    """Compute `PROMPT` on a bench, and evict it to the stores."""
+def compute_and_evict_prompt(bench: TieredBench) -> TieredBench:
+    """Compute `PROMPT` on a bench, evict it from the device to the stores, and return the bench."""
     bench.prefill(PROMPT)
     bench.evict(4)
     return bench

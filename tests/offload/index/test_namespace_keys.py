@@ -11,6 +11,7 @@ OTHER = Namespace("m", "other")
 
 
 def owned_of(**keys: Namespace) -> NamespaceKeys:
+    """Return the keys of namespaces, given the namespace of each key."""
     owned = NamespaceKeys()
     for key, namespace in keys.items():
         owned.add(key.encode(), namespace)
@@ -41,15 +42,19 @@ def test_pages_list_each_namespace_once_during_changes() -> None:
     owned.add(b"b", SALTED)
     assert first.next_place is not None
     second = owned.page(first.next_place, None, 2)
-    assert second.namespaces == (StoredNamespace(OTHER, 1), StoredNamespace(SALTED, 1)), "it went, and came again"
+    assert second.namespaces == (StoredNamespace(OTHER, 1), StoredNamespace(SALTED, 1)), (
+        "SALTED was removed and added again, so it is the last one"
+    )
     assert (second.next_place, second.num_namespaces) == (None, 3)
 
 
-def test_a_page_of_a_tenant_passes_others_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_of_a_tenant_passes_a_bounded_number_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespace_keys, "MAX_PASSED", 2)
     owned = owned_of(a=ACME, b=SALTED, d=OTHER)
     page = owned.page(0, "other", 10)
-    assert (page.namespaces, page.num_compared) == ((), 0), "those of others are not reported"
+    assert (page.namespaces, page.num_compared) == ((), 0), (
+        "the namespaces that were passed belong to others, so their number is not reported"
+    )
     assert page.next_place is not None
     assert owned.page(page.next_place, "other", 10).namespaces == (StoredNamespace(OTHER, 1),)
 

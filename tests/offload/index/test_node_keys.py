@@ -23,24 +23,24 @@ from tests.cache.walk.collision_walk import WRONG, CollisionWalk
 from tests.fake_runner import tokens
 from tests.fakes import FakeClock
 
-BLOCK = 4
-KEYS = BlockKeys(BlockFormat("model", "float32", "fp32", "by block", BLOCK, 64, "cpu"), b"secret")
+BLOCK_SIZE = 4
+KEYS = BlockKeys(BlockFormat("model", "float32", "fp32", "by block", BLOCK_SIZE, 64, "cpu"), b"secret")
 ACME = Namespace("model", "acme")
-LONG = 200  # blocks
+LONG_BLOCKS = 200  # blocks of a long prompt
 
 
 class CheckedIndex(OffloadIndex):
-    """Compares all keys that it makes with those that are computed from the start of the prompt."""
+    """An index that compares each key that it computes with the key computed from the start of the prompt."""
 
     def queue(self, node: Node, start: int, end: int, tier_names: Iterable[str]) -> list[bytes]:
         num_before = len(self._evicted_blocks)
         keys = super().queue(node, start, end, tier_names)
-        expected = self.from_the_start(node)[start:end]
+        expected = self.keyed_blocks_from_start(node)[start:end]
         assert keys == [each.key for each in expected]
         assert all(each.block in expected for each in self._evicted_blocks[num_before:])
         return keys
 
-    def from_the_start(self, node: Node) -> list[KeyedBlock]:
+    def keyed_blocks_from_start(self, node: Node) -> list[KeyedBlock]:
         """Return the keyed blocks of a node; none for a public prefix, or below one that is no longer registered."""
         namespace = node.owner.namespace
         prefix_tokens = None if namespace.tenant == PUBLIC_TENANT else self._tokens_of_prefix(namespace)
@@ -48,11 +48,11 @@ class CheckedIndex(OffloadIndex):
             return []
         path = prefix_tokens + b"".join(each.tokens for each in path_to(node))
         blocks = list(self.key_blocks(namespace._replace(public_prefix=""), path))
-        return blocks[node.start_bytes // (BLOCK * TOKEN_BYTES) :]
+        return blocks[node.start_bytes // (BLOCK_SIZE * TOKEN_BYTES) :]
 
 
-class Seen(Listener):
-    """Counts what happens to nodes that have keys. It is notified before `OffloadIndex`."""
+class NodeEvents(Listener):
+    """Counts the changes of nodes that have keys. It must be notified before `OffloadIndex`, which changes the keys."""
 
     def __init__(self) -> None:
         self.events: Counter[str] = Counter()
@@ -79,13 +79,13 @@ class Seen(Listener):
 
 
 class KeyWalk(CollisionWalk):
-    """A random walk with stores, between whose steps each kept key is compared."""
+    """A random walk over a cache with stores, which compares all keys that nodes keep after every ten operations."""
 
     def __init__(self, seed: int, tier_indexes: list[TierIndex]) -> None:
         marks = InvocationMarks()
-        self.seen = Seen()
-        self.index = CheckedIndex(tier_indexes, PromptKeys(KEYS, marks).blocks, BLOCK)
-        super().__init__(seed, 12, listeners=(self.seen, self.index), marks=marks)
+        self.node_events = NodeEvents()
+        self.index = CheckedIndex(tier_indexes, PromptKeys(KEYS, marks).blocks, BLOCK_SIZE)
+        super().__init__(seed, 12, listeners=(self.node_events, self.index), marks=marks)
         self.index.set_tokens_of_prefix(self.cache.public.tokens_of)
 
     def walk(self, num_operations: int) -> Counter[str]:
@@ -93,17 +93,19 @@ class KeyWalk(CollisionWalk):
             self.perform(10)
             self.index.take_evicted_blocks()
             self.check()
-        return self.seen.events + Counter({each: self.events[each] for each in WRONG})
+        return self.node_events.events + Counter({each: self.events[each] for each in WRONG})
 
     def check(self) -> None:
         for node in self.cache.nodes():
-            kept = node.keys or []
-            expected = [each.key for each in self.index.from_the_start(node)]
-            assert kept == expected[: len(kept)] or not expected
-            above = node.parent
-            if kept and above is not None and above.parent is not None:
-                assert len(above.keys or ()) == above.num_blocks
-            self.seen.events["kept by an invoked adapter"] += bool(kept and self.cache.marks.digest_of(node.tokens))
+            kept_keys = node.keys or []
+            expected = [each.key for each in self.index.keyed_blocks_from_start(node)]
+            assert kept_keys == expected[: len(kept_keys)] or not expected
+            parent = node.parent
+            if kept_keys and parent is not None and parent.parent is not None:
+                assert len(parent.keys or ()) == parent.num_blocks
+            self.node_events.events["kept by an invoked adapter"] += bool(
+                kept_keys and self.cache.marks.digest_of(node.tokens)
+            )
 
 
 @pytest.mark.parametrize("names", ["host", "redis", "host redis"])
@@ -118,15 +120,15 @@ def test_keys_equal_those_from_the_start_after_any_change_of_the_trees(names: st
     assert not set(events) & set(WRONG)
 
 
-class Counted:
-    """A cache with stores, and how many blocks' tokens were hashed."""
+class CountingCache:
+    """A cache with an index of stores, which counts the blocks whose keys are computed (hashed)."""
 
-    def __init__(self, *tier_indexes: TierIndex, num_blocks: int = 3 * LONG) -> None:
+    def __init__(self, *tier_indexes: TierIndex, num_blocks: int = 3 * LONG_BLOCKS) -> None:
         self.num_hashed = 0
         self._keys = PromptKeys(KEYS, InvocationMarks())
-        self.index = OffloadIndex(tier_indexes, self._key_blocks, BLOCK)
+        self.index = OffloadIndex(tier_indexes, self._key_blocks, BLOCK_SIZE)
         self.cache = PrefixCache(
-            num_blocks, BLOCK, listeners=[self.index], max_retained_blocks=num_blocks, clock=FakeClock()
+            num_blocks, BLOCK_SIZE, listeners=[self.index], max_retained_blocks=num_blocks, clock=FakeClock()
         )
         self.index.set_tokens_of_prefix(self.cache.public.tokens_of)
 
@@ -138,8 +140,8 @@ class Counted:
         for _ in range(num_blocks):
             assert self.cache.evict(1) == 1
 
-    def hashed(self) -> int:
-        """Return how many blocks were hashed since the last call."""
+    def take_num_hashed(self) -> int:
+        """Return the number of blocks that were hashed since the last call, and reset it."""
         num_hashed, self.num_hashed = self.num_hashed, 0
         return num_hashed
 
@@ -150,102 +152,104 @@ class Counted:
 
 
 STORES = pytest.mark.parametrize(
-    "store", [TierIndex("host", 10 * LONG), SharedTierIndex("redis", 2**18)], ids=["host", "shared"]
+    "store", [TierIndex("host", 10 * LONG_BLOCKS), SharedTierIndex("redis", 2**18)], ids=["host", "shared"]
 )
 
 
 @STORES
 def test_a_leaf_evicted_block_by_block_is_hashed_at_most_twice(store: TierIndex) -> None:
-    counted = Counted(store)
-    counted.put(range(LONG * BLOCK))
-    counted.hashed()
-    counted.evict_one_by_one(LONG)
-    assert counted.hashed() <= 2 * LONG
+    counted = CountingCache(store)
+    counted.put(range(LONG_BLOCKS * BLOCK_SIZE))
+    counted.take_num_hashed()
+    counted.evict_one_by_one(LONG_BLOCKS)
+    assert counted.take_num_hashed() <= 2 * LONG_BLOCKS
 
 
 def test_a_prompt_that_is_published_in_chunks_is_hashed_at_most_twice() -> None:
-    counted = Counted(SharedTierIndex("redis", 2**18))
-    with counted.cache.lease(ACME, tokens(range(LONG * BLOCK))) as lease:
-        for end in range(BLOCK, LONG * BLOCK + 1, BLOCK):
+    counted = CountingCache(SharedTierIndex("redis", 2**18))
+    with counted.cache.lease(ACME, tokens(range(LONG_BLOCKS * BLOCK_SIZE))) as lease:
+        for end in range(BLOCK_SIZE, LONG_BLOCKS * BLOCK_SIZE + 1, BLOCK_SIZE):
             lease.commit(end)
-    assert LONG <= counted.hashed() <= 2 * LONG
+    assert LONG_BLOCKS <= counted.take_num_hashed() <= 2 * LONG_BLOCKS
 
 
 def test_a_generation_is_hashed_at_most_twice() -> None:
-    counted = Counted(SharedTierIndex("redis", 2**18))
-    with counted.cache.lease(ACME, tokens(range(LONG * BLOCK // 2))) as lease:
-        for token in range(LONG * BLOCK // 2, LONG * BLOCK):
+    counted = CountingCache(SharedTierIndex("redis", 2**18))
+    with counted.cache.lease(ACME, tokens(range(LONG_BLOCKS * BLOCK_SIZE // 2))) as lease:
+        for token in range(LONG_BLOCKS * BLOCK_SIZE // 2, LONG_BLOCKS * BLOCK_SIZE):
             lease.extend(tokens([token]))
             lease.commit(lease.num_tokens)
-    assert LONG <= counted.hashed() <= 2 * LONG
+    assert LONG_BLOCKS <= counted.take_num_hashed() <= 2 * LONG_BLOCKS
 
 
 def test_branches_of_a_long_prompt_do_not_have_it_hashed_again() -> None:
-    counted = Counted(SharedTierIndex("redis", 2**18))
-    counted.put(range(LONG * BLOCK))
-    counted.hashed()
-    for start in range(LONG - 1, 0, -1):  # each cuts the node in which it ends
-        branch = tokens(range(start * BLOCK)) + tokens(range(10_000, 10_000 + BLOCK))
+    counted = CountingCache(SharedTierIndex("redis", 2**18))
+    counted.put(range(LONG_BLOCKS * BLOCK_SIZE))
+    counted.take_num_hashed()
+    for start in range(LONG_BLOCKS - 1, 0, -1):  # each branch splits the node in which it diverges
+        branch = tokens(range(start * BLOCK_SIZE)) + tokens(range(10_000, 10_000 + BLOCK_SIZE))
         with counted.cache.lease(ACME, branch) as lease:
             lease.commit(lease.num_tokens)
-    assert counted.hashed() <= LONG
+    assert counted.take_num_hashed() <= LONG_BLOCKS
 
 
 def test_nodes_that_are_joined_keep_their_keys() -> None:
-    counted = Counted(SharedTierIndex("redis", 2**18))
-    counted.put(range(LONG * BLOCK))
-    counted.cache.retain(ACME, tokens(range(LONG * BLOCK)), Retention(90, start=0, end=LONG * BLOCK // 2))
+    counted = CountingCache(SharedTierIndex("redis", 2**18))
+    counted.put(range(LONG_BLOCKS * BLOCK_SIZE))
+    counted.cache.retain(
+        ACME, tokens(range(LONG_BLOCKS * BLOCK_SIZE)), Retention(90, start=0, end=LONG_BLOCKS * BLOCK_SIZE // 2)
+    )
     assert len(list(counted.cache.nodes())) == 2
-    counted.cache.retain(ACME, tokens(range(LONG * BLOCK)), Retention(50))
-    counted.hashed()
-    with counted.cache.lease(ACME, tokens(range(LONG * BLOCK + 1))):
+    counted.cache.retain(ACME, tokens(range(LONG_BLOCKS * BLOCK_SIZE)), Retention(50))
+    counted.take_num_hashed()
+    with counted.cache.lease(ACME, tokens(range(LONG_BLOCKS * BLOCK_SIZE + 1))):
         pass
     assert len(list(counted.cache.nodes())) == 1
-    counted.evict_one_by_one(LONG)
-    assert counted.hashed() == LONG
+    counted.evict_one_by_one(LONG_BLOCKS)
+    assert counted.take_num_hashed() == LONG_BLOCKS
 
 
 @STORES
 def test_the_common_prefix_of_all_leaves_is_hashed_once(store: TierIndex) -> None:
-    counted = Counted(store, num_blocks=6 * LONG)
-    prefix = counted.cache.public.register("system", "model", "", tokens(range(LONG * BLOCK)))
+    counted = CountingCache(store, num_blocks=6 * LONG_BLOCKS)
+    prefix = counted.cache.public.register("system", "model", "", tokens(range(LONG_BLOCKS * BLOCK_SIZE)))
     with counted.cache.lease(prefix.namespace, prefix.tokens) as lease:
         lease.commit(lease.num_tokens)
     counted.cache.public.activate(prefix)
-    assert counted.hashed() == 0
-    for first in range(1000, 1000 + LONG):
-        prompt = prefix.tokens + tokens(range(first, first + 2 * BLOCK))
+    assert counted.take_num_hashed() == 0
+    for first in range(1000, 1000 + LONG_BLOCKS):
+        prompt = prefix.tokens + tokens(range(first, first + 2 * BLOCK_SIZE))
         with counted.cache.lease(ACME, prompt) as lease:
-            assert lease.public_tokens == LONG * BLOCK
+            assert lease.public_tokens == LONG_BLOCKS * BLOCK_SIZE
             lease.commit(lease.num_tokens)
-    counted.evict_one_by_one(2 * LONG)
-    assert counted.hashed() <= LONG + 6 * LONG
+    counted.evict_one_by_one(2 * LONG_BLOCKS)
+    assert counted.take_num_hashed() <= LONG_BLOCKS + 6 * LONG_BLOCKS
 
 
 @pytest.mark.parametrize("priority", [10, 90])
 def test_a_leaf_with_a_priority_is_hashed_a_few_times(priority: int) -> None:
-    counted = Counted(TierIndex("host", 10 * LONG))
-    counted.put(range(LONG * BLOCK))
-    counted.cache.retain(ACME, tokens(range(LONG * BLOCK)), Retention(priority))
-    counted.evict_one_by_one(LONG)
-    assert counted.hashed() <= 3 * LONG
+    counted = CountingCache(TierIndex("host", 10 * LONG_BLOCKS))
+    counted.put(range(LONG_BLOCKS * BLOCK_SIZE))
+    counted.cache.retain(ACME, tokens(range(LONG_BLOCKS * BLOCK_SIZE)), Retention(priority))
+    counted.evict_one_by_one(LONG_BLOCKS)
+    assert counted.take_num_hashed() <= 3 * LONG_BLOCKS
     tier_index = counted.index.tiers["host"]
     assert {tier_index.priority_of(key) for key in tier_index} == {priority}
 
 
 def test_blocks_saved_in_runs_are_hashed_once() -> None:
-    counted = Counted(TierIndex("disk", 10 * LONG))
-    counted.put(range(LONG * BLOCK))
+    counted = CountingCache(TierIndex("disk", 10 * LONG_BLOCKS))
+    counted.put(range(LONG_BLOCKS * BLOCK_SIZE))
     (node,) = counted.cache.nodes()
-    for start in range(0, LONG, 8):
+    for start in range(0, LONG_BLOCKS, 8):
         counted.index.queue(node, start, start + 8, ["disk"])
-    assert counted.hashed() == LONG
+    assert counted.take_num_hashed() == LONG_BLOCKS
 
 
 def test_without_stores_nothing_is_hashed_or_kept() -> None:
-    counted = Counted()
-    counted.put(range(LONG * BLOCK))
-    counted.put(range(BLOCK, 3 * BLOCK))
+    counted = CountingCache()
+    counted.put(range(LONG_BLOCKS * BLOCK_SIZE))
+    counted.put(range(BLOCK_SIZE, 3 * BLOCK_SIZE))
     counted.evict_one_by_one(10)
-    assert counted.hashed() == 0
+    assert counted.take_num_hashed() == 0
     assert all(node.keys is None for node in counted.cache.nodes())

@@ -14,33 +14,40 @@ from radixkv.namespace import PUBLIC_TENANT, Namespace
 from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.offload.index.prompt_blocks import KeyedBlock, StoredBlock
 from radixkv.offload.index.tier_index import TierIndex, TierShares
+from radixkv.tokens import TOKEN_BYTES
 from tests.fake_runner import tokens
 from tests.fakes import FakeClock
 
-from ..tiered_bench import PROMPT, TieredBench, emptied
+from ..tiered_bench import PROMPT, TieredBench, compute_and_evict_prompt
 
-BLOCK = 4
+BLOCK_SIZE = 4
+BLOCK_BYTES = TOKEN_BYTES * BLOCK_SIZE
 ACME = Namespace("model", "acme")
 OTHER = Namespace("model", "other")
 
 
 def key_blocks(namespace: Namespace, prompt: bytes, parent: bytes | None = None) -> Iterator[KeyedBlock]:
-    """Readable keys."""
+    """Yield the blocks of a prompt, with readable keys: the tenant, and all tokens up to the end of the block."""
     parent = namespace.tenant.encode() if parent is None else parent
-    for end in range(4 * BLOCK, len(prompt) + 1, 4 * BLOCK):
-        own = prompt[end - 4 * BLOCK : end]
-        yield KeyedBlock(parent + own, parent, own, namespace)
-        parent += own
+    for start in range(0, len(prompt) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        block_tokens = prompt[start : start + BLOCK_BYTES]
+        key = parent + block_tokens
+        yield KeyedBlock(key, parent, block_tokens, namespace)
+        parent = key
 
 
 class Cached:
-    """A cache of 4 blocks of 4 tokens, and its index of stored blocks."""
+    """A cache with blocks of four tokens, and the index of the blocks that tiers hold.
+
+    Attributes:
+        parts: the part of windowed layers that each block on the device has, by block id.
+    """
 
     def __init__(self, *tier_indexes: TierIndex, num_blocks: int = 4, clock: FakeClock | None = None) -> None:
         self.parts: dict[int, int] = {}
-        self.index = OffloadIndex(tier_indexes or [TierIndex("host", 100)], key_blocks, BLOCK, self.parts.get)
+        self.index = OffloadIndex(tier_indexes or [TierIndex("host", 100)], key_blocks, BLOCK_SIZE, self.parts.get)
         self.cache = PrefixCache(
-            num_blocks, BLOCK, listeners=[self.index], clock=clock or FakeClock(), max_retained_blocks=num_blocks
+            num_blocks, BLOCK_SIZE, listeners=[self.index], clock=clock or FakeClock(), max_retained_blocks=num_blocks
         )
         self.index.set_tokens_of_prefix(self.cache.public.tokens_of)
 
@@ -54,7 +61,7 @@ class Cached:
         return [(each.block_id, each.block.tokens) for each in evicted_blocks]
 
     def find(self, ids: range, num_cached_blocks: int = 0, namespace: Namespace = ACME) -> list[StoredBlock]:
-        """Look up a prompt after all blocks are stored."""
+        """Report that the tiers have stored all their blocks, and look up a prompt after its cached blocks."""
         for name, tier_index in self.index.tiers.items():
             self.index.stored(name, list(tier_index))
         return self.index.find(namespace, tokens(ids), num_cached_blocks)
@@ -73,7 +80,7 @@ def test_a_block_that_is_filled_in_part_is_not_stored() -> None:
     cached = Cached()
     cached.put(range(10))
     cached.cache.evict(4)
-    assert [own for _, own in cached.take_evicted()] == [tokens(range(4, 8)), tokens(range(4))]
+    assert [block_tokens for _, block_tokens in cached.take_evicted()] == [tokens(range(4, 8)), tokens(range(4))]
 
 
 def test_stored_blocks_are_found_behind_the_cached_ones_up_to_a_gap() -> None:
@@ -149,14 +156,15 @@ def test_a_purge_forgets_stored_and_queued_blocks() -> None:
     cached.put(range(8), OTHER)
     cached.cache.evict(4)
     keys = [each.block.key for each in cached.find(range(9))]
-    assert {key: sorted(gone) for key, gone in cached.index.purge("acme", None, None).items()} == {"host": keys}
+    purged_keys = cached.index.purge("acme", None, None)
+    assert {tier: sorted(tier_keys) for tier, tier_keys in purged_keys.items()} == {"host": keys}
     assert cached.find(range(9)) == []
     assert len(cached.find(range(9), namespace=OTHER)) == 2
     assert len(cached.take_evicted()) == 2
 
 
 @pytest.mark.parametrize("names", [("acme", "x", None), ("acme", None, "x"), ("unknown", None, None), (None, "x", "")])
-def test_a_purge_of_other_names_forgets_nothing(names: tuple[str | None, str | None, str | None]) -> None:
+def test_a_purge_of_other_namespaces_forgets_nothing(names: tuple[str | None, str | None, str | None]) -> None:
     cached = Cached()
     cached.put(range(8))
     cached.cache.evict(2)
@@ -171,8 +179,9 @@ def test_blocks_below_a_public_prefix_are_found_by_the_whole_prompt() -> None:
         lease.commit(8)
     cached.cache.public.activate(prefix)
     cached.put(range(16))
-    assert cached.cache.evict(8) == 2  # what is public stays
-    assert [own for _, own in cached.take_evicted()] == [tokens(range(12, 16)), tokens(range(8, 12))]
+    assert cached.cache.evict(8) == 2  # blocks of a public prefix are not evicted
+    evicted_tokens = [block_tokens for _, block_tokens in cached.take_evicted()]
+    assert evicted_tokens == [tokens(range(12, 16)), tokens(range(8, 12))]
     found = cached.find(range(17), 2)
     assert [each.block.namespace for each in found] == [ACME, ACME]
     assert [each.block.tokens for each in found] == [tokens(range(8, 12)), tokens(range(12, 16))]
@@ -200,8 +209,8 @@ def test_public_blocks_are_not_stored() -> None:
 
 
 def test_without_tiers_nothing_is_queued() -> None:
-    offload_index = OffloadIndex([], key_blocks, BLOCK)
-    cache = PrefixCache(4, BLOCK, listeners=[offload_index])
+    offload_index = OffloadIndex([], key_blocks, BLOCK_SIZE)
+    cache = PrefixCache(4, BLOCK_SIZE, listeners=[offload_index])
     with cache.lease(ACME, tokens(range(8))) as lease:
         lease.commit(8)
     cache.evict(2)
@@ -278,19 +287,19 @@ def test_queue_returns_keys_and_note_evicted_moves_blocks_to_the_end() -> None:
     cached = Cached(num_blocks=8)
     cached.put(range(14))
     cached.put(range(100, 108))
-    cached.cache.evict(2)  # of the first prompt
+    cached.cache.evict(2)  # the last two blocks of the first prompt, one of which is incomplete
     (node,) = (node for node in cached.cache.nodes() if node.tokens.startswith(tokens(range(100, 104))))
     keys = cached.index.queue(node, 0, node.num_blocks, ["host"])
     assert keys == [b"acme" + tokens(range(100, end)) for end in (104, 108)]
     tier_index = cached.index.tiers["host"]
-    (left,) = set(tier_index) - set(keys)
-    assert list(tier_index) == [left, *reversed(keys)]
-    cached.index.note_evicted("host", [left, b"not there"])
-    assert list(tier_index) == [*reversed(keys), left]
+    (first_prompt_key,) = set(tier_index) - set(keys)
+    assert list(tier_index) == [first_prompt_key, *reversed(keys)]
+    cached.index.note_evicted("host", [first_prompt_key, b"not there"])
+    assert list(tier_index) == [*reversed(keys), first_prompt_key]
 
 
 def evict_with(cached: Cached, *parts: int) -> list[tuple[int | None, bytes]]:
-    """Evict a prompt of two blocks with these parts. Returns the parts and tokens of the evicted blocks."""
+    """Evict a prompt of two blocks that have these parts. Returns the parts and tokens of the evicted blocks."""
     cached.put(range(8))
     block_ids = cached.cache.match(ACME, tokens(range(9))).block_ids.tolist()
     cached.parts.update(zip(block_ids, parts, strict=True))
@@ -310,7 +319,7 @@ def test_a_block_that_is_stored_without_its_part_is_stored_again_with_it() -> No
     evict_with(cached, NO_PART, NO_PART)
     cached.find(range(9))
     assert evict_with(cached, NO_PART, 3) == [(3, tokens(range(4, 8)))]
-    assert len(cached.index.find(ACME, tokens(range(9)), 0)) == 1, "the second is on its way"
+    assert len(cached.index.find(ACME, tokens(range(9)), 0)) == 1, "the second block is being saved again"
     assert [each.has_part for each in cached.find(range(9))] == [False, True]
     assert evict_with(cached, NO_PART, 3) == []
 
@@ -354,13 +363,12 @@ def test_a_prompt_is_retained_on_the_device_and_in_stores() -> None:
     assert grant == Grant(4, 0, 0)
 
 
-def test_the_grant_says_what_is_not_retained_in_tiers() -> None:
-    bench = TieredBench(host=8, retained_share=0.25)
-    bench = emptied(bench)
+def test_the_grant_counts_tokens_that_are_not_retained_in_tiers() -> None:
+    bench = compute_and_evict_prompt(TieredBench(host=8, retained_share=0.25))
     grant = bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant
-    assert grant == Grant(8, 4, 1)
+    assert grant == Grant(8, 4, 1), "two blocks are retained, one is not, and the last token is not stored"
 
 
 def test_blocks_in_shared_stores_can_not_be_retained() -> None:
-    bench = emptied(TieredBench(redis=100))
+    bench = compute_and_evict_prompt(TieredBench(redis=100))
     assert bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant == Grant(0, 0, 13)

@@ -74,7 +74,7 @@ def test_a_namespace_is_forgotten_as_a_whole() -> None:
 def test_a_store_may_hold_an_earlier_object_of_a_block_that_is_written_again() -> None:
     tier_index = TierIndex("host", 4)
     tier_index.add(b"a", ACME)
-    assert not tier_index.may_have(b"a"), "it is on its way"
+    assert not tier_index.may_have(b"a"), "it is being saved"
     tier_index.note_stored(b"a")
     assert tier_index.may_have(b"a")
     tier_index.begin_rewrite(b"a")
@@ -98,11 +98,11 @@ def test_a_tenant_at_its_ceiling_evicts_its_own_blocks() -> None:
         tier_index.add(key, OTHER)
     assert [tier_index.add(key, ACME) for key in (b"a", b"b", b"c")] == [None] * 3
     tier_index.note_loaded(b"b")
-    assert tier_index.add(b"d", ACME) == b"b", "it is on the device as well"
+    assert tier_index.add(b"d", ACME) == b"b", "the block that is on the device as well"
     assert tier_index.add(b"e", ACME) == b"a"
     assert tier_index.owned.num_by_tenant == {"acme": 3, "other": 2}
     assert tier_index.add(b"q", OTHER) is None
-    assert tier_index.add(b"r", OTHER) == b"o", "without a share the oldest of all goes"
+    assert tier_index.add(b"r", OTHER) == b"o", "a tenant without a ceiling evicts the oldest block of all"
     tier_index.remove_all(ACME)
     assert tier_index.owned.num_by_tenant == {"other": 3}
 
@@ -145,7 +145,7 @@ def test_retained_blocks_are_limited_to_a_share_of_the_tier() -> None:
     assert list(tier_index) == [b"a", b"b", b"c"]
     assert [tier_index.priority_of(key) for key in (b"a", b"b", b"c")] == [50, 90, 90], "the oldest has the default"
     tier_index.add(b"d", ACME, 80)
-    assert tier_index.priority_of(b"d") == 50, "those that are there have more"
+    assert tier_index.priority_of(b"d") == 50, "the retained ones have a higher priority"
     tier_index.remove(b"b")
     tier_index.note_evicted(b"d", 80)
     assert tier_index.priority_of(b"d") == 80
@@ -165,11 +165,11 @@ def test_retained_blocks_of_a_tenant_are_limited_to_its_share() -> None:
     assert [tier_index.priority_of(key) for key in (b"a", b"b", b"c")] == [50, 90, 90]
     tier_index.note_loaded(b"b")
     tier_index.note_evicted(b"a", 90)
-    assert tier_index.priority_of(b"a") == 90, "what is on the device is not counted here"
+    assert tier_index.priority_of(b"a") == 90, "blocks that are also on the device do not count"
 
 
-def floored() -> TierIndex:
-    """Room for four blocks, half of it acme's; acme has three, the oldest ones."""
+def index_with_floor() -> TierIndex:
+    """Return a full index of four blocks: acme, whose floor is two blocks, has the three oldest ones."""
     tier_index = TierIndex("host", 4, shares_of=lambda tenant: TierShares(floor=0.5 if tenant == "acme" else 0.0))
     for key in (b"a", b"b", b"c"):
         tier_index.add(key, ACME)
@@ -178,14 +178,14 @@ def floored() -> TierIndex:
 
 
 def test_others_take_what_a_tenant_has_above_its_floor_and_no_more() -> None:
-    tier_index = floored()
+    tier_index = index_with_floor()
     assert list(tier_index) == [b"a", b"b", b"c", b"o"]
     assert [tier_index.add(key, OTHER) for key in (b"p", b"q", b"r")] == [b"a", b"o", b"p"]
     assert tier_index.owned.num_by_tenant == {"acme": 2, "other": 2}
 
 
 def test_a_tenant_below_its_floor_takes_from_others_and_else_the_oldest_of_all() -> None:
-    tier_index = floored()
+    tier_index = index_with_floor()
     tier_index.remove(b"a")
     tier_index.remove(b"b")
     tier_index.add(b"p", OTHER)
@@ -227,21 +227,30 @@ WALK_SHARES = {
 
 
 def victim_for(tier_index: TierIndex, tenant: str) -> bytes | None:
-    """Return the victim for a block of a tenant, by brute force; None if there is room."""
+    """Return the victim for a block of a tenant, by brute force.
+
+    Returns:
+        The key of the victim; None if there is room, and an empty key if no block may be evicted.
+    """
     counts = tier_index.owned.num_by_tenant
-    parts = WALK_SHARES[tenant]
-    has_its_share = parts.ceiling is not None and counts[tenant] >= parts.ceiling * tier_index.num_blocks
-    if not has_its_share and len(tier_index) < tier_index.num_blocks:
+    shares = WALK_SHARES[tenant]
+    is_at_ceiling = shares.ceiling is not None and counts[tenant] >= shares.ceiling * tier_index.num_blocks
+    if not is_at_ceiling and len(tier_index) < tier_index.num_blocks:
         return None
-    spared = {
-        name for name, each in WALK_SHARES.items() if each.floor and counts[name] <= each.floor * tier_index.num_blocks
-    }
-    owners = {tenant} if has_its_share else {tenant, *WALK_SHARES} - (spared - {tenant})
+    if is_at_ceiling:
+        owners = {tenant}
+    else:
+        at_floor = {
+            name
+            for name, other_shares in WALK_SHARES.items()
+            if other_shares.floor and counts[name] <= other_shares.floor * tier_index.num_blocks
+        }
+        owners = set(WALK_SHARES) - (at_floor - {tenant})
     return next((key for key in tier_index if tier_index.owned[key].tenant in owners), b"")
 
 
-def require_bounds(tier_index: TierIndex) -> None:
-    """Count retained blocks, and compare them with the counters and their bounds."""
+def assert_retained_blocks_are_bounded(tier_index: TierIndex) -> None:
+    """Count the retained blocks, and compare their numbers with the counters of the index and with the bounds."""
     retained = [
         key for key in tier_index if not tier_index.is_on_device(key) and tier_index.priority_of(key) > DEFAULT_PRIORITY
     ]
@@ -250,42 +259,43 @@ def require_bounds(tier_index: TierIndex) -> None:
         for tenant in tier_index.owned.num_by_tenant
     }
     assert len(retained) <= math.ceil(tier_index.retained_share * tier_index.num_blocks)
-    for tenant, parts in WALK_SHARES.items():
-        most = math.ceil(parts.retained * tier_index.num_blocks)
-        assert sum(tier_index.owned[key].tenant == tenant for key in retained) <= most
+    for tenant, shares in WALK_SHARES.items():
+        max_retained = math.ceil(shares.retained * tier_index.num_blocks)
+        assert sum(tier_index.owned[key].tenant == tenant for key in retained) <= max_retained
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_random_walk_evicts_only_allowed_victims(seed: int) -> None:
     rng = random.Random(seed)
     tier_index = TierIndex("host", 10, shares_of=WALK_SHARES.__getitem__, retained_share=0.5)
-    num_victims = num_refused = 0
+    num_victims = num_not_added = 0
     for number in range(400):
         tenant = rng.choice(list(WALK_SHARES))
         priority = rng.choice([20, 50, 50, 50, 70, 90])
-        there = list(tier_index)
+        keys_before = list(tier_index)
         choice = rng.random()
         if choice < 0.7:
             key = number.to_bytes(2, "big")
             victim = victim_for(tier_index, tenant)
-            may_come = victim is None or (
-                victim != b"" and (tier_index.is_on_device(victim) or tier_index.priority_of(victim) <= priority)
-            )
-            assert tier_index.has_room_for(tenant, priority) == may_come
-            if may_come:
+            if victim:
+                may_be_added = tier_index.is_on_device(victim) or tier_index.priority_of(victim) <= priority
+            else:
+                may_be_added = victim is None
+            assert tier_index.has_room_for(tenant, priority) == may_be_added
+            if may_be_added:
                 assert tier_index.add(key, Namespace("model", tenant), priority) == victim
-                assert set(tier_index) == {*there, key} - {victim}
-            num_victims += may_come and victim is not None
-            num_refused += not may_come
-        elif there and choice < 0.8:
-            tier_index.note_loaded(rng.choice(there))
-        elif there and choice < 0.9:
-            tier_index.note_evicted(rng.choice(there), priority)
-        elif there:
-            tier_index.remove(rng.choice(there))
-        require_bounds(tier_index)
+                assert set(tier_index) == {*keys_before, key} - {victim}
+            num_victims += may_be_added and victim is not None
+            num_not_added += not may_be_added
+        elif keys_before and choice < 0.8:
+            tier_index.note_loaded(rng.choice(keys_before))
+        elif keys_before and choice < 0.9:
+            tier_index.note_evicted(rng.choice(keys_before), priority)
+        elif keys_before:
+            tier_index.remove(rng.choice(keys_before))
+        assert_retained_blocks_are_bounded(tier_index)
     assert num_victims
-    assert num_refused
+    assert num_not_added
 
 
 def test_a_block_that_is_written_again_cannot_be_loaded_meanwhile() -> None:
@@ -300,13 +310,10 @@ def test_a_block_that_is_written_again_cannot_be_loaded_meanwhile() -> None:
     assert tier_index.partless == set()
 
 
-NAMESPACE = Namespace("m")
-
-
 def test_the_index_of_a_shared_store_forgets_the_least_recently_used() -> None:
     tier_index = SharedTierIndex("redis", 2)
     for key in (b"a", b"b"):
-        assert tier_index.add(key, NAMESPACE) is None
+        assert tier_index.add(key, ACME) is None
     tier_index.note_evicted(b"a")
-    assert tier_index.add(b"c", NAMESPACE) is None, "nothing is passed to the store"
+    assert tier_index.add(b"c", ACME) is None, "a shared store evicts by itself"
     assert [key in tier_index for key in (b"a", b"b", b"c")] == [True, False, True]

@@ -25,12 +25,14 @@ from tests.patience import PATIENCE_S
 
 from .blocks import BLOCK_SIZE, OBJECT_BYTES, PAYLOAD_BYTES, payload_of, tokens_of
 
-ROOM_BYTES = 64  # by which an alteration may extend an object
-STORED_BYTES = OBJECT_BYTES + TAG_BYTES + ROOM_BYTES
+MAX_ADDED_BYTES = 64  # by which an alteration extends or cuts an object
+STORED_BYTES = OBJECT_BYTES + TAG_BYTES + MAX_ADDED_BYTES
 NUM_BLOCKS = 8
-_KEY = slice(32, 64)  # in a head
-_PARENT = slice(64, 96)
+# Positions in the head of an object. The proof is the salt of the encryption, or the salt and the MAC.
 _FLAGS = 10
+_KEY = slice(32, 64)
+_PARENT = slice(64, 96)
+_PROOF = slice(96, HEAD_BYTES)
 
 
 OURS = BlockFormat("model", "float32", "fp32", "by block", BLOCK_SIZE, PAYLOAD_BYTES, "cpu")
@@ -40,9 +42,10 @@ class World(NamedTuple):
     """The blocks of one prompt, and everything that the attacker has seen.
 
     Attributes:
-        wanted: the blocks that the victim loads.
-        sound: their objects.
-        others: the same tokens of another tenant, salt, adapter and model, and written with another secret.
+        wanted: the blocks that the server loads.
+        sound: their unaltered objects.
+        others: the objects of blocks with the same tokens, but of another tenant, salt, adapter or model, or written
+            with another secret.
     """
 
     wanted: Sequence[Wanted]
@@ -50,8 +53,8 @@ class World(NamedTuple):
     others: Sequence[Sequence[bytes]]
 
 
-def world(*, is_sealed: bool) -> World:
-    """Make one whose objects are encrypted or authenticated."""
+def make_world(*, is_sealed: bool) -> World:
+    """Return a world whose objects are encrypted if `is_sealed`, or else authenticated with a MAC."""
     theirs = BlockFormat("model", "bfloat16", "fp32", "by layer", BLOCK_SIZE, PAYLOAD_BYTES, "cpu")
     acme = Namespace("model", "acme")
     owners = [
@@ -62,13 +65,16 @@ def world(*, is_sealed: bool) -> World:
         (theirs, acme, b"secret"),
         (OURS, acme, b"another secret"),
     ]
-    found = [_objects(*owner, 100 * index, is_sealed=is_sealed) for index, owner in enumerate(owners)]
-    return World(found[0][0], found[0][1], [objects for _, objects in found[1:]])
+    (wanted, sound), *others = (
+        _make_objects(*owner, 100 * index, is_sealed=is_sealed) for index, owner in enumerate(owners)
+    )
+    return World(wanted, sound, [objects for _, objects in others])
 
 
-def _objects(
+def _make_objects(
     block_format: BlockFormat, namespace: Namespace, secret: bytes, first_payload: int, *, is_sealed: bool
 ) -> tuple[list[Wanted], list[bytes]]:
+    """Return the blocks of a prompt, and their objects, whose payloads begin with the number `first_payload`."""
     keys = BlockKeys(block_format, secret)
     protection: Protection = BlockMac(secret, block_format.fingerprint)
     if is_sealed:
@@ -79,9 +85,9 @@ def _objects(
     for number in range(NUM_BLOCKS):
         key = keys.child(parent, tokens_of(number))
         payload = memoryview(payload_of(number + first_payload))
-        made = BlockObject(key, parent, 0, tokens_of(number), payload, protection)
+        block_object = BlockObject(key, parent, 0, tokens_of(number), payload, protection)
         wanted.append(Wanted(key, tokens_of(number), protection))
-        objects.append(b"".join(made.pieces()))
+        objects.append(b"".join(block_object.pieces()))
         parent = key
     return wanted, objects
 
@@ -89,93 +95,101 @@ def _objects(
 Alteration = Callable[[World, int, random.Random], bytes]
 
 
-def _checked(data: bytes | bytearray) -> bytes:
-    """Compute the checksum of an object again."""
+def _with_new_checksum(data: bytes | bytearray) -> bytes:
+    """Return an object with the checksum of its altered bytes."""
     return bytes(data[:-CHECKSUM_BYTES]) + xxh3_128_digest(bytes(data[:-CHECKSUM_BYTES]))
 
 
-def _as_wanted(world: World, index: int, data: bytes) -> bytes:
-    """Give an object the key and the parent of the wanted one."""
-    moved = bytearray(data)
-    moved[_KEY], moved[_PARENT] = world.sound[index][_KEY], world.sound[index][_PARENT]
-    return _checked(moved)
+def _under_wanted_key(world: World, index: int, data: bytes) -> bytes:
+    """Return an object with the key and the parent of the wanted one."""
+    altered = bytearray(data)
+    altered[_KEY], altered[_PARENT] = world.sound[index][_KEY], world.sound[index][_PARENT]
+    return _with_new_checksum(altered)
 
 
 def flipped(world: World, index: int, rng: random.Random) -> bytes:
+    """A few bits are flipped."""
     data = bytearray(world.sound[index])
     for position in rng.sample(range(len(data) - CHECKSUM_BYTES), rng.choice((1, 1, 2, 3))):
         data[position] ^= 1 << rng.randrange(8)
-    return _checked(data)
+    return _with_new_checksum(data)
 
 
 def zeroed(world: World, index: int, rng: random.Random) -> bytes:
+    """A range of bytes after the head is zero."""
     data = bytearray(world.sound[index])
     start = rng.randrange(HEAD_BYTES, len(data) - CHECKSUM_BYTES)
     end = rng.randrange(start + 1, len(data) - CHECKSUM_BYTES + 1)
     data[start:end] = bytes(end - start)
-    return flipped(world, index, rng) if data == world.sound[index] else _checked(data)
+    return flipped(world, index, rng) if data == world.sound[index] else _with_new_checksum(data)
 
 
 def swapped(world: World, index: int, rng: random.Random) -> bytes:
-    return world.sound[_other(index, rng)]
+    """The object of another block of the prompt."""
+    return world.sound[_index_of_another_block(index, rng)]
 
 
 def moved(world: World, index: int, rng: random.Random) -> bytes:
-    return _as_wanted(world, index, swapped(world, index, rng))
+    """The object of another block of the prompt, with the key of the wanted one."""
+    return _under_wanted_key(world, index, swapped(world, index, rng))
 
 
 def replayed(world: World, index: int, rng: random.Random) -> bytes:
-    """Another tenant, salt, adapter, model or secret has the same tokens."""
+    """An object with the same tokens of another tenant, salt, adapter, model or secret."""
     return rng.choice(world.others)[index]
 
 
 def impersonated(world: World, index: int, rng: random.Random) -> bytes:
-    return _as_wanted(world, index, replayed(world, index, rng))
+    """An object with the same tokens of another tenant, salt, adapter, model or secret, with the wanted key."""
+    return _under_wanted_key(world, index, replayed(world, index, rng))
 
 
 def grafted(world: World, index: int, rng: random.Random) -> bytes:
-    """The head of the wanted object, with its proof, before the rest of another one."""
+    """The head of the wanted object, which contains its proof, followed by the other bytes of another object."""
     other = rng.choice([swapped, replayed])(world, index, rng)
-    return _checked(world.sound[index][:HEAD_BYTES] + other[HEAD_BYTES:])
+    return _with_new_checksum(world.sound[index][:HEAD_BYTES] + other[HEAD_BYTES:])
 
 
 def spliced(world: World, index: int, rng: random.Random) -> bytes:
+    """The beginning of the wanted object, followed by the end of another one."""
     place = rng.randrange(HEAD_BYTES + 4 * BLOCK_SIZE, len(world.sound[index]) - CHECKSUM_BYTES - 8)
-    return _checked(world.sound[index][:place] + swapped(world, index, rng)[place:])
+    return _with_new_checksum(world.sound[index][:place] + swapped(world, index, rng)[place:])
 
 
-def made_up(world: World, index: int, rng: random.Random) -> bytes:
-    """An object of the attacker's own, without a proof, or which claims to have one."""
+def forged(world: World, index: int, rng: random.Random) -> bytes:
+    """An object that the attacker made, with any flags, and half of the time with the proof of the wanted one."""
     wanted = world.wanted[index]
     payload = memoryview(rng.randbytes(PAYLOAD_BYTES))
     parent = world.sound[index][_PARENT]
     data = bytearray(b"".join(BlockObject(wanted.key, parent, 0, wanted.tokens, payload).pieces()))
     data[_FLAGS] = rng.choice((0, 0, 1, 2, 3))
     if rng.random() < 0.5:
-        data[96:HEAD_BYTES] = world.sound[index][96:HEAD_BYTES]
-    return _checked(data)
+        data[_PROOF] = world.sound[index][_PROOF]
+    return _with_new_checksum(data)
 
 
-def unproved(world: World, index: int, rng: random.Random) -> bytes:
-    """The sound object with other flags, so that its proof might be ignored, and another payload."""
+def reflagged(world: World, index: int, rng: random.Random) -> bytes:
+    """The sound object with flipped bits, and with other flags, which might say that it has no proof."""
     data = bytearray(flipped(world, index, rng))
     flags = data[_FLAGS]
     data[_FLAGS] = rng.choice([each for each in range(8) if each != flags])
-    return _checked(data)
+    return _with_new_checksum(data)
 
 
 def cut(world: World, index: int, rng: random.Random) -> bytes:
+    """The object without its last bytes."""
     data = world.sound[index]
-    return _checked(data[: rng.randrange(len(data) - ROOM_BYTES, len(data))])
+    return _with_new_checksum(data[: rng.randrange(len(data) - MAX_ADDED_BYTES, len(data))])
 
 
 def extended(world: World, index: int, rng: random.Random) -> bytes:
+    """The object with random bytes before its checksum."""
     data = world.sound[index]
-    more = rng.randbytes(rng.randrange(1, ROOM_BYTES + 1))
-    return _checked(data[:-CHECKSUM_BYTES] + more + bytes(CHECKSUM_BYTES))
+    added = rng.randbytes(rng.randrange(1, MAX_ADDED_BYTES + 1))
+    return _with_new_checksum(data[:-CHECKSUM_BYTES] + added + bytes(CHECKSUM_BYTES))
 
 
-def _other(index: int, rng: random.Random) -> int:
+def _index_of_another_block(index: int, rng: random.Random) -> int:
     return (index + rng.randrange(1, NUM_BLOCKS)) % NUM_BLOCKS
 
 
@@ -188,15 +202,15 @@ ALTERATIONS: tuple[Alteration, ...] = (
     impersonated,
     grafted,
     spliced,
-    made_up,
-    unproved,
+    forged,
+    reflagged,
     cut,
     extended,
 )
 
 
 class Altered(NamedTuple):
-    """An altered object, as a store writes it."""
+    """An altered object with the interface of `BlockObject`, so that a store can write it."""
 
     key: bytes
     data: bytes
@@ -214,32 +228,37 @@ class Altered(NamedTuple):
 
 
 def outcomes_of(backend: StoreBackend, num_cases: int, seed: int) -> Counter[str]:
-    """Alter blocks in a store, and load them; counts the used ones, and the others by their faults.
+    """Alter blocks in a store, and load them.
 
     In each round all blocks of a prompt are altered, or all but one, which must be loaded.
+
+    Returns:
+        The number of unaltered blocks that were loaded (`right`) or not (`lost`), of altered blocks that were loaded
+        (`used`), and of other altered blocks, by their faults.
     """
     rng = random.Random(seed)
-    worlds = [world(is_sealed=False), world(is_sealed=True)]
-    store = ThreadedStore(backend)  # its writer also deletes what a tier rejects, so that all this happens in order
+    worlds = [make_world(is_sealed=False), make_world(is_sealed=True)]
+    store = ThreadedStore(backend)  # runs the deletions of rejected blocks in order with the writes
     tier = Tier("altered", store, PAYLOAD_BYTES)
     counts: Counter[str] = Counter()
     for start in range(0, num_cases, NUM_BLOCKS):
-        world_ = worlds[start // NUM_BLOCKS % 2]
-        sound = rng.randrange(2 * NUM_BLOCKS)
-        objects = list(world_.sound)
+        world = worlds[start // NUM_BLOCKS % 2]
+        sound_index = rng.randrange(2 * NUM_BLOCKS)  # from `NUM_BLOCKS` on, all blocks are altered
+        objects = list(world.sound)
         for index in range(NUM_BLOCKS):
-            if index != sound:
-                objects[index] = ALTERATIONS[(start + index) % len(ALTERATIONS)](world_, index, rng)
-        keys = [each.key for each in world_.wanted]
+            if index != sound_index:
+                alter = ALTERATIONS[(start + index) % len(ALTERATIONS)]
+                objects[index] = alter(world, index, rng)
+        keys = [each.key for each in world.wanted]
         store.delete(keys).result(PATIENCE_S)
         altered = [Altered(key, data) for key, data in zip(keys, objects, strict=True)]
         put = store.put(altered).result(PATIENCE_S)  # type: ignore[arg-type]
         assert set(put.outcomes) == {PutOutcome.STORED}
-        for index, found in enumerate(tier.load(world_.wanted).result(PATIENCE_S)):
+        for index, found in enumerate(tier.load(world.wanted).result(PATIENCE_S)):
             if not isinstance(found, LoadedBlock):
-                counts["lost" if index == sound else found.value] += 1
+                counts["lost" if index == sound_index else found.value] += 1
                 continue
-            is_right = index == sound and found.payload == payload_of(index)
+            is_right = index == sound_index and found.payload == payload_of(index)
             counts["right" if is_right else "used"] += 1
             found.loan.release()
     tier.close()

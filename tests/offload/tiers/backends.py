@@ -1,4 +1,4 @@
-"""The backends over which the tests of all stores run, each with room for a number of objects."""
+"""The backends with which the tests of all stores run. The memory and the disks have room for a number of objects."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .blocks import OBJECT_BYTES
 from .disks import disk_at
 from .redis_server import SERVER, WHY_NOT, redis_server
 
-SLOT_BYTES = -(-OBJECT_BYTES // 64) * 64
+SLOT_BYTES = -(-OBJECT_BYTES // 64) * 64  # rounded up to whole cache lines
 
 
 def native_or_skip() -> NativeCopies:
-    """Return copies in C++; without them the test is skipped."""
+    """Return the copies in C++; skip the test if there are none."""
     if (native := native_copies()) is None:
         pytest.skip("there are no kernels in C++ for this machine")
     return native

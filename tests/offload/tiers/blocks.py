@@ -1,4 +1,4 @@
-"""Small blocks for tests of stores, whose content is derived from a number."""
+"""Small blocks for tests of stores. The tokens, the key and the payload of each block are derived from its number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixkv.offload.tiers.block_object import BlockObject, Protection, Wanted
 from radixkv.offload.tiers.block_store import StoreBackend
 
 BLOCK_SIZE = 16
-PAYLOAD_BYTES = 3000  # no multiple of anything
+PAYLOAD_BYTES = 3000  # not a multiple of a cache line or a page
 FORMAT = BlockFormat("model", "float32", "fp32", "by block", BLOCK_SIZE, PAYLOAD_BYTES, "cpu")
 KEYS = BlockKeys(FORMAT, b"secret")
 ROOT = bytes(32)
@@ -38,13 +38,13 @@ def wanted(number: int, protection: Protection | None = None) -> Wanted:
     return Wanted(key_of(number), tokens_of(number), protection)
 
 
-def stored(number: int, generation: int = 0, protection: Protection | None = None) -> bytes:
-    """The whole object of a block."""
+def object_of(number: int, generation: int = 0, protection: Protection | None = None) -> bytes:
+    """Return the bytes of the object of a block, as stores hold them."""
     return b"".join(block(number, generation, protection).pieces())
 
 
-def got(store: StoreBackend, *numbers: int) -> list[bytes | None]:
-    """Read blocks from a store: the whole object of each, None where it has none."""
+def read_from(store: StoreBackend, *numbers: int) -> list[bytes | None]:
+    """Read blocks from a store. Returns the bytes of each object; None for a block that the store does not have."""
     return [loan and bytes(loan.data) for loan in store.get([key_of(number) for number in numbers])]
 
 

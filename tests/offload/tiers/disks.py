@@ -1,4 +1,4 @@
-"""Disk stores for tests, in a separate module, so that writers that are killed start quickly."""
+"""Disk stores for tests, in a module that imports little, so that the processes of `writer.py` start quickly."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from radixkv.offload.tiers.disk import DiskStore
 
 from .blocks import FORMAT, OBJECT_BYTES
 
-PAGE_BYTES = 4096  # more than a payload, or its header
-SLOT_BYTES = 2 * PAGE_BYTES
+PAGE_BYTES = 4096  # more than a payload, and more than what precedes it in an object
+SLOT_BYTES = 2 * PAGE_BYTES  # a page in each of the two files
 
 
 def disk_at(path: Path, num_objects: int, native: NativeCopies | None = None) -> DiskStore:

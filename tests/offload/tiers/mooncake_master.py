@@ -17,10 +17,10 @@ os.environ.setdefault("GLOG_minloglevel", "3")
 
 
 def why_not() -> str | None:
-    """Return why there is no Mooncake here; None if there is."""
+    """Return why Mooncake cannot be used here; None if it can."""
     try:
         importlib.import_module("mooncake.store")
-    except ImportError as error:  # the package, or Debian's libibverbs1, which it needs on TCP too
+    except ImportError as error:  # of the package, or of Debian's libibverbs1, which it needs even over TCP
         return f"expected mooncake-transfer-engine-non-cuda and libibverbs1, got: {error}"
     return None
 
@@ -30,7 +30,7 @@ WHY_NOT = why_not()
 
 @contextlib.contextmanager
 def mooncake_master(port: int, *settings: str, pids: list[int] | None = None) -> Iterator[str]:
-    """Start a master; yields its address, and appends its process id to `pids`."""
+    """Start a master, yield its address, and append its process id to `pids`."""
     package = importlib.util.find_spec("mooncake")
     assert package is not None
     assert package.origin is not None

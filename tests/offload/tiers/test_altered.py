@@ -17,7 +17,7 @@ from radixkv.offload.tiers.redis import RedisStore
 from tests.patience import PATIENCE_S
 
 from . import mooncake_master
-from .altered import ALTERATIONS, NUM_BLOCKS, STORED_BYTES, outcomes_of, world
+from .altered import ALTERATIONS, NUM_BLOCKS, STORED_BYTES, make_world, outcomes_of
 from .backends import native_or_skip
 from .blocks import FORMAT, PAYLOAD_BYTES, payload_of
 from .disks import SLOT_BYTES
@@ -59,31 +59,30 @@ STORES = {"disk": disk, "disk_native": native_disk, "redis": redis, "mooncake": 
 
 @pytest.mark.parametrize("is_sealed", [False, True], ids=["authenticated", "sealed"])
 def test_sound_blocks_are_used(*, is_sealed: bool) -> None:
-    """Otherwise the other tests here would prove nothing."""
-    all_there = world(is_sealed=is_sealed)
-    for index, (wanted, data) in enumerate(zip(all_there.wanted, all_there.sound, strict=True)):
+    """Otherwise the other tests of this file would prove nothing."""
+    world = make_world(is_sealed=is_sealed)
+    for index, (wanted, data) in enumerate(zip(world.wanted, world.sound, strict=True)):
         assert open_object(memoryview(data), wanted, PAYLOAD_BYTES) == payload_of(index)
 
 
 def test_most_alterations_are_used_without_a_secret() -> None:
-    """What the checksum alone detects: other keys, tokens and lengths."""
-
-    all_there = world(is_sealed=False)
+    """Without a secret, only other keys, tokens and lengths are detected."""
+    world = make_world(is_sealed=False)
+    wanted = world.wanted[1]._replace(protection=None)
     used = set()
     for alteration in ALTERATIONS:
         for seed in range(20):
-            wanted = all_there.wanted[1]._replace(protection=None)
-            data = memoryview(alteration(all_there, 1, random.Random(seed)))
+            data = memoryview(alteration(world, 1, random.Random(seed)))
             if not isinstance(open_object(data, wanted, PAYLOAD_BYTES), ObjectFault):
                 used.add(alteration.__name__)
-    assert used >= {"flipped", "zeroed", "impersonated", "grafted", "spliced", "made_up"}
+    assert used >= {"flipped", "zeroed", "impersonated", "grafted", "spliced", "forged"}
 
 
 @pytest.mark.parametrize(("num_cases", "seed"), [(96, 1), pytest.param(10_000, 2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("store", STORES)
 def test_no_altered_block_is_used(store: str, num_cases: int, seed: int) -> None:
-    opened: Callable[[], contextlib.AbstractContextManager[StoreBackend]] = STORES[store]
-    with opened() as backend:
+    open_store: Callable[[], contextlib.AbstractContextManager[StoreBackend]] = STORES[store]
+    with open_store() as backend:
         counts = outcomes_of(backend, num_cases, seed)
     assert not counts["used"]
     assert not counts["lost"]

@@ -23,7 +23,7 @@ def test_a_mac_depends_on_the_secret_the_format_the_salt_and_the_bytes() -> None
     assert {len(mac) for mac in macs} == {MAC_BYTES}
 
 
-def test_a_mac_is_that_of_the_concatenated_parts() -> None:
+def test_the_mac_of_several_parts_is_that_of_their_concatenation() -> None:
     expected = MAC.of(SALT, [b"some data"])
     assert MAC.of(SALT, [b"some", b"", memoryview(b" data")]) == expected
     assert MAC.is_of(expected, SALT, [b"some data"])

@@ -25,34 +25,36 @@ from radixkv.offload.tiers.namespace_file import NamespaceFile
 from tests.fakes import FakeClock
 from tests.patience import PATIENCE_S
 
-from .blocks import FORMAT, OBJECT_BYTES, ROOT, block, got, key_of, stored, tokens_of
-from .damage import damaged_files, damaged_objects, killed_writers
+from .blocks import FORMAT, OBJECT_BYTES, ROOT, block, key_of, object_of, read_from, tokens_of
+from .damage import kill_writers, open_damaged_objects, read_damaged_files
 from .disks import PAGE_BYTES, SLOT_BYTES, disk_at
 
 
 def directory_of(path: Path) -> Path:
+    """Return the directory of the only format in a disk tier."""
     (directory,) = path.iterdir()
     return directory
 
 
-def room_of(path: Path) -> list[int]:
+def file_sizes_of(path: Path) -> list[int]:
+    """Return the bytes of the two files with objects."""
     return [(directory_of(path) / name).stat().st_size for name in ("heads", "blocks")]
 
 
-class Power:
-    """Simulates a power failure, after which the disk has the index as it was at the last sync."""
+class PowerFailures:
+    """Simulates power failures, after which the index on the disk is as it was at the last sync."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
         self._path = path
         self._sync = os.fdatasync
         self._synced = b""
-        monkeypatch.setattr(os, "fdatasync", self._wait)
+        monkeypatch.setattr(os, "fdatasync", self._sync_and_record)
 
     @property
     def index(self) -> Path:
         return directory_of(self._path) / "index"
 
-    def _wait(self, file: int) -> None:
+    def _sync_and_record(self, file: int) -> None:
         self._sync(file)
         self._synced = self.index.read_bytes()
 
@@ -70,12 +72,12 @@ def test_the_next_process_finds_what_was_written(tmp_path: Path) -> None:
     store.close()
     store.close()
     again = disk_at(tmp_path, 8)
-    assert got(again, 0, 1, 2, 3, 4) == [stored(0), stored(1), None, stored(3), stored(4)]
+    assert read_from(again, 0, 1, 2, 3, 4) == [object_of(0), object_of(1), None, object_of(3), object_of(4)]
     assert again.size().num_objects == 4
     again.close()
 
 
-def test_the_next_process_evicts_what_was_written_first(tmp_path: Path) -> None:
+def test_the_next_process_evicts_in_the_order_of_the_writes(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 3)
     store.put([block(number) for number in (1, 2, 3)])
     store.put([block(4)])  # into the slot of 1
@@ -88,11 +90,11 @@ def test_the_next_process_evicts_what_was_written_first(tmp_path: Path) -> None:
 def test_a_deleted_block_does_not_reappear_in_an_earlier_generation(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 8)
     store.put([block(1, generation=1)])
-    loading = store._table.find(key_of(1))
-    assert loading is not None
-    store._table.start_reading(loading)  # so that the next generation is written to another slot
+    entry = store._table.find(key_of(1))
+    assert entry is not None
+    store._table.start_reading(entry)  # so that the next generation is written to another slot
     store.put([block(1, generation=2)])
-    store._table.end_reading(loading)
+    store._table.end_reading(entry)
     store.delete([key_of(1)])
     store.close()
     again = disk_at(tmp_path, 8)
@@ -103,17 +105,17 @@ def test_a_deleted_block_does_not_reappear_in_an_earlier_generation(tmp_path: Pa
 def test_a_deleted_block_does_not_reappear_after_a_power_failure_left_it_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    power = Power(monkeypatch, tmp_path)
+    power = PowerFailures(monkeypatch, tmp_path)
     store = disk_at(tmp_path, 8)
     store.put([block(1, generation=1)])
-    before = power.index.read_bytes()[:64]
-    loading = store._table.find(key_of(1))
-    assert loading is not None
-    store._table.start_reading(loading)  # so that the next generation is written to another slot
+    first_line = power.index.read_bytes()[:64]
+    entry = store._table.find(key_of(1))
+    assert entry is not None
+    store._table.start_reading(entry)  # so that the next generation is written to another slot
     store.put([block(1, generation=2)])
-    power.fail(store, first_lines=before)
+    power.fail(store, first_lines=first_line)
     store = disk_at(tmp_path, 8)
-    assert got(store, 1) == [stored(1, 2)]
+    assert read_from(store, 1) == [object_of(1, 2)]
     assert store.delete([key_of(1)]) == 1
     power.fail(store)
     store = disk_at(tmp_path, 8)
@@ -123,7 +125,7 @@ def test_a_deleted_block_does_not_reappear_after_a_power_failure_left_it_twice(
 
 def test_an_evicted_block_does_not_reappear_after_its_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk_at(tmp_path, 1).close()
-    power = Power(monkeypatch, tmp_path)
+    power = PowerFailures(monkeypatch, tmp_path)
     store = disk_at(tmp_path, 1)
     store.put([block(1)])
     store.delete([])
@@ -135,16 +137,16 @@ def test_an_evicted_block_does_not_reappear_after_its_deletion(tmp_path: Path, m
     store.close()
 
 
-def test_the_bound_holds_and_the_directory_shrinks_with_it(tmp_path: Path) -> None:
+def test_the_files_have_the_size_of_the_bound_and_shrink_with_it(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 8)
     store.put([block(number) for number in range(20)])
-    assert room_of(tmp_path) == [8 * PAGE_BYTES] * 2
+    assert file_sizes_of(tmp_path) == [8 * PAGE_BYTES] * 2
     assert store.size().used_bytes == store.size().capacity_bytes == 8 * SLOT_BYTES
     store.close()
     smaller = disk_at(tmp_path, 3)
-    assert room_of(tmp_path) == [3 * PAGE_BYTES] * 2
+    assert file_sizes_of(tmp_path) == [3 * PAGE_BYTES] * 2
     assert smaller.size().num_objects == 3
-    assert set(got(smaller, *range(20))) <= {None, *(stored(number) for number in range(20))}
+    assert set(read_from(smaller, *range(20))) <= {None, *(object_of(number) for number in range(20))}
     smaller.close()
 
 
@@ -152,7 +154,7 @@ def test_adjacent_and_distant_slots_are_read_in_one_batch(tmp_path: Path) -> Non
     store = disk_at(tmp_path, 200)
     store.put([block(number) for number in range(150)])
     numbers = [*range(10), 149, 70, 71, 20, *range(100, 30, -1)]
-    assert got(store, *numbers) == [stored(number) for number in numbers]
+    assert read_from(store, *numbers) == [object_of(number) for number in numbers]
     store.close()
 
 
@@ -167,14 +169,14 @@ def test_a_buffer_is_reused_only_after_its_loan(tmp_path: Path) -> None:
     (third,) = store.get([key_of(3)])
     assert third is not None
     assert third.data.obj is memory
-    assert (second.data, third.data) == (stored(2), stored(3))
+    assert (second.data, third.data) == (object_of(2), object_of(3))
     store.close()
 
 
 def test_keys_are_listed_in_eviction_order(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 8)
     store.put([block(number) for number in (2, 1, 3)])
-    got(store, 1)
+    read_from(store, 1)  # which is a use
     assert list(store) == [key_of(2), key_of(3), key_of(1)]
     store.close()
 
@@ -182,7 +184,7 @@ def test_keys_are_listed_in_eviction_order(tmp_path: Path) -> None:
 def test_the_next_process_evicts_in_lru_order(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 3)
     store.put([block(number) for number in (1, 2, 3)])
-    got(store, 1)
+    read_from(store, 1)
     store.close()
     again = disk_at(tmp_path, 3)
     assert again.put([block(4), block(5)]).evicted == (key_of(2), key_of(3))
@@ -200,8 +202,10 @@ def test_the_next_process_evicts_in_the_persisted_order(tmp_path: Path) -> None:
     again.put([block(5), block(6)])
     again.close()
     third = disk_at(tmp_path, 4)
-    assert list(third) == [key_of(3), key_of(2), key_of(5), key_of(6)], "what comes later goes later"
-    assert got(third, 2, 3, 5) == [stored(2), stored(3), stored(5)]
+    assert list(third) == [key_of(3), key_of(2), key_of(5), key_of(6)], (
+        "blocks that are written later are evicted later"
+    )
+    assert read_from(third, 2, 3, 5) == [object_of(2), object_of(3), object_of(5)]
     third.close()
 
 
@@ -224,7 +228,7 @@ def test_a_disk_that_fails_on_close_keeps_its_order_and_is_unlocked(
     again.close()
 
 
-def test_a_second_process_is_refused_and_comes_in_after_the_first(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_until_the_first_one_closes_the_store(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 8)
     code = f"from tests.offload.tiers.disks import disk_at, Path\ndisk_at(Path({str(tmp_path)!r}), 8).close()"
     command = [sys.executable, "-c", code]
@@ -302,15 +306,15 @@ def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
         disk_at(tmp_path / "file", 8)
 
 
-def test_a_bound_below_one_object_is_refused(tmp_path: Path) -> None:
+def test_a_bound_smaller_than_one_object_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match=r"tiers.disk_bytes: expected at least 8192, got 8191"):
         DiskStore(tmp_path, FORMAT, OBJECT_BYTES, 8191)
 
 
-def test_without_a_bound_half_of_what_is_free_is_taken(tmp_path: Path) -> None:
+def test_without_a_bound_the_store_takes_half_of_the_free_space(tmp_path: Path) -> None:
     store = DiskStore(tmp_path / "new", FORMAT, OBJECT_BYTES, None)
-    free = shutil.disk_usage(tmp_path).free
-    assert store.size().capacity_bytes == pytest.approx(free / 2, rel=0.1)
+    free_bytes = shutil.disk_usage(tmp_path).free
+    assert store.size().capacity_bytes == pytest.approx(free_bytes / 2, rel=0.1)
     store.close()
 
 
@@ -330,8 +334,8 @@ def test_an_object_that_fits_no_slot_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def limit() -> Iterator[None]:
-    """Files of at most six slots, as on a disk that is full."""
+def disk_with_room_for_six_objects() -> Iterator[None]:
+    """Limit files to six slots, as on a disk that is full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6 * PAGE_BYTES, before[1]))
@@ -340,18 +344,18 @@ def limit() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.usefixtures("limit")
-def test_a_full_disk_is_a_smaller_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("disk_with_room_for_six_objects")
+def test_a_store_on_a_full_disk_uses_the_slots_that_it_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
     store = DiskStore(tmp_path, FORMAT, OBJECT_BYTES, 64 * SLOT_BYTES, clock)
     for number in range(20):
         assert store.put([block(number)]).outcomes == (PutOutcome.STORED,)
     assert store.size().num_objects == 6
-    assert got(store, *range(14, 20)) == [stored(number) for number in range(14, 20)]
+    assert read_from(store, *range(14, 20)) == [object_of(number) for number in range(14, 20)]
     assert caplog.text.count("the disk is full") == 1
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     store.put([block(30)])
-    assert store.size().num_objects == 6  # it is asked again later
+    assert store.size().num_objects == 6, "the store tries to grow at most once per minute"
     clock.now_s += 60
     assert store.put([block(31), block(32)]).evicted == ()
     assert store.size().num_objects == 8
@@ -361,10 +365,10 @@ def test_a_full_disk_is_a_smaller_store(tmp_path: Path, caplog: pytest.LogCaptur
 def test_a_disk_without_any_room_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = disk_at(tmp_path, 8)
 
-    def full(*_: int) -> None:
+    def refuse(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
     assert store.put([block(1)]).outcomes == (PutOutcome.NO_ROOM,)
     assert store.exists([key_of(1)]) == [False]
     store.close()
@@ -386,7 +390,7 @@ def test_a_failing_disk_raises_and_leaks_nothing(tmp_path: Path, monkeypatch: py
         patched.setattr(store._files, "read", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             store.get([key_of(1)])
-    assert len(store._buffers._idle) == 1, "the buffer that both had"
+    assert len(store._buffers._idle) == 1, "both failed loads gave back the same buffer"
     assert store.exists([key_of(1), key_of(2)]) == [True, False]
     assert store.put([block(2), block(3)]).evicted == (key_of(1),)
     store.close()
@@ -396,7 +400,7 @@ def test_no_block_is_written_before_the_name_of_its_namespace(tmp_path: Path, mo
     store = disk_at(tmp_path, 4)
     store.namespaces.add(ROOT, Namespace("model", "acme"))
     with monkeypatch.context() as patched:
-        patched.setattr(store.namespaces, "_append", _full)
+        patched.setattr(store.namespaces, "_append", raise_no_space)
         with pytest.raises(StoreUnavailable, match=r"tiers.disk_path: access to .* failed: No space left"):
             store.put([block(1)])
     assert store.exists([key_of(1)]) == [False]
@@ -407,12 +411,12 @@ def test_no_block_is_written_before_the_name_of_its_namespace(tmp_path: Path, mo
     again.close()
 
 
-def _full(*_: object) -> None:
+def raise_no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("slow_call", ["fdatasync", "posix_fallocate"])
-def test_loads_do_not_wait_for_what_writers_wait_for(
+def test_loads_do_not_wait_for_slow_calls_of_writers(
     slow_call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slot_files, "_GROWTH_BYTES", 4 * SLOT_BYTES)
@@ -421,17 +425,17 @@ def test_loads_do_not_wait_for_what_writers_wait_for(
     loaded = []
     real_call = getattr(os, slow_call)
 
-    def call(*arguments: int) -> None:
-        reader = threading.Thread(target=lambda: loaded.append(got(store, 1)), daemon=True)
+    def load_and_call(*arguments: int) -> None:
+        reader = threading.Thread(target=lambda: loaded.append(read_from(store, 1)), daemon=True)
         reader.start()
         reader.join(PATIENCE_S)
         real_call(*arguments)
 
-    monkeypatch.setattr(os, slow_call, call)
+    monkeypatch.setattr(os, slow_call, load_and_call)
     assert store.delete([key_of(0)]) == 1
     store.put([block(4), block(5)])
     assert loaded
-    assert all(each == [stored(1)] for each in loaded)
+    assert all(each == [object_of(1)] for each in loaded)
     store.close()
 
 
@@ -439,20 +443,20 @@ def test_a_load_that_runs_out_of_memory_releases_its_slots(tmp_path: Path, monke
     store = disk_at(tmp_path, 1)
     store.put([block(1)])
     with monkeypatch.context() as patched:
-        patched.setattr(store._buffers, "take", _no_memory)
+        patched.setattr(store._buffers, "take", raise_memory_error)
         with pytest.raises(MemoryError):
             store.get([key_of(1)])
     assert store.put([block(2)]).outcomes == (PutOutcome.STORED,)
     store.close()
 
 
-def _no_memory() -> memoryview:
+def raise_memory_error() -> memoryview:
     raise MemoryError
 
 
 def test_a_store_that_fails_to_open_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(NamespaceFile, "__init__", _full)
+    monkeypatch.setattr(NamespaceFile, "__init__", raise_no_space)
     with pytest.raises(StoreUnavailable, match="No space left"):
         disk_at(tmp_path, 4)
     assert len(os.listdir("/proc/self/fd")) == num_open
@@ -461,11 +465,19 @@ def test_a_store_that_fails_to_open_leaves_no_file_open(tmp_path: Path, monkeypa
 def test_writes_that_end_early_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwritev = os.pwritev
     preadv = os.preadv
-    monkeypatch.setattr(os, "pwritev", lambda file, parts, at: pwritev(file, [next(filter(len, parts))[:100]], at))
-    monkeypatch.setattr(os, "preadv", lambda file, parts, at: preadv(file, [parts[0][:100]], at))
+
+    def write_100_bytes(file: int, buffers: Sequence[memoryview], position: int) -> int:
+        first_buffer = next(filter(len, buffers))
+        return pwritev(file, [first_buffer[:100]], position)
+
+    def read_100_bytes(file: int, buffers: Sequence[memoryview], position: int) -> int:
+        return preadv(file, [buffers[0][:100]], position)
+
+    monkeypatch.setattr(os, "pwritev", write_100_bytes)
+    monkeypatch.setattr(os, "preadv", read_100_bytes)
     store = disk_at(tmp_path, 4)
     store.put([block(1), block(2)])
-    assert got(store, 1, 2) == [stored(1), stored(2)]
+    assert read_from(store, 1, 2) == [object_of(1), object_of(2)]
     store.close()
 
 
@@ -474,7 +486,7 @@ def test_a_batch_larger_than_the_store_leaves_its_last_objects(tmp_path: Path) -
     result = store.put([block(number) for number in range(10)])
     assert set(result.outcomes) == {PutOutcome.STORED}
     assert result.evicted == tuple(key_of(number) for number in range(6))
-    assert got(store, *range(10)) == [None] * 6 + [stored(number) for number in range(6, 10)]
+    assert read_from(store, *range(10)) == [None] * 6 + [object_of(number) for number in range(6, 10)]
     store.close()
 
 
@@ -483,12 +495,12 @@ def test_of_equal_keys_in_a_batch_the_latest_generation_is_kept(tmp_path: Path) 
     store.put([block(8), block(9)])
     generations = (1, 2, 2, 1)
     outcomes = store.put([block(0), *(block(1, generation) for generation in generations), block(2)]).outcomes
-    kept = PutOutcome.STORED
+    new = PutOutcome.STORED
     known = PutOutcome.ALREADY_THERE
-    assert outcomes == (kept, kept, kept, known, known, kept)
+    assert outcomes == (new, new, new, known, known, new)
     store.close()
     again = disk_at(tmp_path, 8)
-    assert got(again, 0, 1, 2, 8, 9) == [stored(0), stored(1, 2), stored(2), stored(8), stored(9)]
+    assert read_from(again, 0, 1, 2, 8, 9) == [object_of(0), object_of(1, 2), object_of(2), object_of(8), object_of(9)]
     again.close()
 
 
@@ -499,14 +511,14 @@ def test_an_object_deleted_during_its_write_is_gone_and_its_slot_free(
     store.put([block(0)])
     write = store._files.write_objects
 
-    def deleting(objects: Sequence[tuple[int, BlockObject]]) -> None:
+    def write_and_delete(objects: Sequence[tuple[int, BlockObject]]) -> None:
         write(objects)
         store.delete([key_of(2)])
 
     with monkeypatch.context() as patched:
-        patched.setattr(store._files, "write_objects", deleting)
+        patched.setattr(store._files, "write_objects", write_and_delete)
         store.put([block(number) for number in (1, 2, 3)])
-    assert got(store, 0, 1, 2, 3) == [stored(0), stored(1), None, stored(3)]
+    assert read_from(store, 0, 1, 2, 3) == [object_of(0), object_of(1), None, object_of(3)]
     store.close()
     again = disk_at(tmp_path, 8)
     assert again.exists([key_of(number) for number in range(4)]) == [True, True, False, True]
@@ -518,7 +530,7 @@ def test_a_batch_that_fails_leaves_all_of_its_slots_free(tmp_path: Path, monkeyp
     store = disk_at(tmp_path, 8)
     store.put([block(0), block(1)])
     with monkeypatch.context() as patched:
-        patched.setattr(store._files, "write_objects", _full)
+        patched.setattr(store._files, "write_objects", raise_no_space)
         with pytest.raises(StoreUnavailable, match="No space left"):
             store.put([block(number) for number in (2, 3, 4)])
     assert store.exists([key_of(number) for number in range(5)]) == [True, True, False, False, False]
@@ -536,28 +548,28 @@ def test_an_object_that_fails_to_serialize_leaves_its_slot_free(tmp_path: Path) 
 
 
 def test_no_damaged_object_is_served() -> None:
-    counts = damaged_objects(2_000, seed=1)
+    counts = open_damaged_objects(2_000, seed=1)
     assert counts["served"] == 0
     assert counts.total() == 2_000
     assert {"cut", "foreign", "damaged"} <= set(counts)
 
 
-def test_no_damaged_file_serves_anything_wrong() -> None:
-    counts = damaged_files(60, seed=1)
+def test_no_damaged_file_leads_to_a_wrong_block() -> None:
+    counts = read_damaged_files(60, seed=1)
     assert counts["wrong"] == 0
     assert counts["right"] > 60
     assert counts["damaged"] > 0
     assert counts["foreign"] > 0
 
 
-def test_a_writer_that_is_killed_leaves_nothing_wrong() -> None:
-    counts = killed_writers(20, seed=1)
+def test_killed_writers_leave_no_wrong_block() -> None:
+    counts = kill_writers(20, seed=1)
     assert (counts["wrong"], counts["restarts"]) == (0, 20)
     assert counts["right"] > 0
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_damages_and_many_kills_serve_nothing_wrong() -> None:
-    assert damaged_objects(100_000, seed=2)["served"] == 0
-    assert damaged_files(1_000, seed=2)["wrong"] == 0
-    assert killed_writers(200, seed=2)["wrong"] == 0
+def test_a_hundred_thousand_damages_and_many_kills_lead_to_no_wrong_block() -> None:
+    assert open_damaged_objects(100_000, seed=2)["served"] == 0
+    assert read_damaged_files(1_000, seed=2)["wrong"] == 0
+    assert kill_writers(200, seed=2)["wrong"] == 0

@@ -21,26 +21,26 @@ WRITE_LIMIT_S = 10.0
 
 
 class ManualClock:
-    """A clock that the test advances."""
+    """A clock with timers, like `TimerThread`, that the test advances."""
 
     def __init__(self) -> None:
         self.time_s = 0.0
-        self._due: list[tuple[float, list[Callable[[], None]]]] = []
+        self._timers: list[tuple[float, list[Callable[[], None]]]] = []
 
     def now_s(self) -> float:
         return self.time_s
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> Callable[[], None]:
-        holder = [function]
-        self._due.append((self.time_s + delay_s, holder))
-        return holder.clear
+        timer = [function]  # empty after a cancellation
+        self._timers.append((self.time_s + delay_s, timer))
+        return timer.clear
 
     def advance(self, delay_s: float) -> None:
         self.time_s += delay_s
-        due = [holder for at_s, holder in self._due if at_s <= self.time_s]
-        self._due = [each for each in self._due if each[0] > self.time_s]
-        for holder in due:
-            for function in tuple(holder):
+        due = [timer for due_s, timer in self._timers if due_s <= self.time_s]
+        self._timers = [(due_s, timer) for due_s, timer in self._timers if due_s > self.time_s]
+        for timer in due:
+            for function in tuple(timer):
                 function()
 
 
@@ -65,6 +65,8 @@ class SilentStore:
 
 
 class Guarded:
+    """A guarded store over a silent one, whose circuit opens after three failures."""
+
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.inner = SilentStore()
@@ -73,6 +75,7 @@ class Guarded:
         self.store = GuardedStore("shared", self.inner, self.clock, self.circuit, **limits)
 
     def time_out(self, num_calls: int) -> None:
+        """Make calls, and wait until they have timed out."""
         for _ in range(num_calls):
             self.store.get([b"key"])
         self.clock.advance(LIMIT_S)
@@ -136,7 +139,7 @@ def test_the_circuit_opens_after_repeated_failures(guarded: Guarded, caplog: pyt
     assert caplog.text.count("store shared: switched off for a while after failures") == 1
 
 
-def test_the_probe_finds_out_that_a_store_is_unavailable(guarded: Guarded) -> None:
+def test_a_failed_probe_opens_the_circuit_of_an_unknown_store(guarded: Guarded) -> None:
     circuit = CircuitBreaker(guarded.clock.now_s, is_known=False)
     store = GuardedStore("shared", guarded.inner, guarded.clock, circuit)
     store.probe()
@@ -212,9 +215,9 @@ def test_calls_leave_no_reference_cycle(guarded: Guarded) -> None:
         loading = tier.load([wanted(1)])
         call = guarded.inner.calls.pop()
         call.set_result([None])
-        gone = [weakref.ref(loading), weakref.ref(call)]
+        references = [weakref.ref(loading), weakref.ref(call)]
         assert loading.result(0) == [Absence.ABSENT]
         del loading, call
-        assert [each() for each in gone] == [None, None]
+        assert [reference() for reference in references] == [None, None]
     finally:
         gc.enable()

@@ -16,7 +16,7 @@ def circuit(clock: FakeClock) -> CircuitBreaker:
     return CircuitBreaker(clock, max_failures=3, first_pause_s=1.0, max_pause_s=5.0)
 
 
-def open_it(circuit: CircuitBreaker) -> None:
+def open_circuit(circuit: CircuitBreaker) -> None:
     assert [circuit.fail() for _ in range(3)] == [False, False, True]
 
 
@@ -33,7 +33,7 @@ def test_failures_in_a_row_open_the_circuit(circuit: CircuitBreaker) -> None:
 
 
 def test_after_a_pause_one_trial_call_is_allowed(circuit: CircuitBreaker, clock: FakeClock) -> None:
-    open_it(circuit)
+    open_circuit(circuit)
     clock.now_s = 0.99
     assert not circuit.admit_call()
     clock.now_s = 1.0
@@ -46,7 +46,7 @@ def test_after_a_pause_one_trial_call_is_allowed(circuit: CircuitBreaker, clock:
 def test_pauses_grow_up_to_the_longest_and_begin_again_after_an_answer(
     circuit: CircuitBreaker, clock: FakeClock
 ) -> None:
-    open_it(circuit)
+    open_circuit(circuit)
     for pause_s in (1.0, 2.0, 4.0, 5.0, 5.0):
         clock.now_s += pause_s - 0.25
         assert not circuit.admit_call()
@@ -56,13 +56,13 @@ def test_pauses_grow_up_to_the_longest_and_begin_again_after_an_answer(
     clock.now_s += 5.0
     assert circuit.admit_call()
     circuit.succeed()
-    open_it(circuit)
+    open_circuit(circuit)
     clock.now_s += 1.0
     assert circuit.admit_call()
 
 
 def test_an_inconclusive_trial_call_is_followed_by_another(circuit: CircuitBreaker, clock: FakeClock) -> None:
-    open_it(circuit)
+    open_circuit(circuit)
     clock.now_s = 1.0
     assert circuit.admit_call()
     circuit.cancel()
@@ -70,8 +70,8 @@ def test_an_inconclusive_trial_call_is_followed_by_another(circuit: CircuitBreak
     assert not circuit.admit_call()
 
 
-def test_calls_from_before_change_nothing_about_an_open_circuit(circuit: CircuitBreaker) -> None:
-    open_it(circuit)
+def test_results_of_earlier_calls_do_not_change_an_open_circuit(circuit: CircuitBreaker) -> None:
+    open_circuit(circuit)
     assert not circuit.succeed()
     assert not circuit.fail()
     circuit.cancel()

@@ -13,7 +13,7 @@ ROOT = bytes(range(32))
 ODD = Namespace("model", 'a"\n,\ud800', "digest", "  salt")
 
 
-def names_in(path: Path) -> dict[bytes, Namespace]:
+def read_names(path: Path) -> dict[bytes, Namespace]:
     names = NamespaceFile(path)
     names.close()
     return names.by_root()
@@ -25,7 +25,7 @@ def add(names: NamespaceFile, root: bytes, namespace: Namespace) -> None:
 
 
 class BrokenFile:
-    """A file on a disk that is full after some bytes."""
+    """A file on a disk that is full after `num_bytes`, and that takes at most seven bytes per write."""
 
     def __init__(self, file: FileIO, num_bytes: int) -> None:
         self._file = file
@@ -34,9 +34,9 @@ class BrokenFile:
     def write(self, data: memoryview) -> int:
         if not self._num_left:
             raise OSError(errno.ENOSPC, "No space left on device")
-        some = data[: min(self._num_left, 7)]
-        self._num_left -= len(some)
-        return self._file.write(some)
+        chunk = data[: min(self._num_left, 7)]
+        self._num_left -= len(chunk)
+        return self._file.write(chunk)
 
 
 def test_the_next_process_finds_the_names(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_the_next_process_finds_the_names(tmp_path: Path) -> None:
     add(names, ROOT, ODD)
     add(names, bytes(32), Namespace("model"))
     names.close()
-    assert names_in(tmp_path / "names") == {ROOT: ODD, bytes(32): Namespace("model")}
+    assert read_names(tmp_path / "names") == {ROOT: ODD, bytes(32): Namespace("model")}
 
 
 def test_a_namespace_is_written_once(tmp_path: Path) -> None:
@@ -56,18 +56,20 @@ def test_a_namespace_is_written_once(tmp_path: Path) -> None:
     assert len((tmp_path / "names").read_bytes().splitlines()) == 1
 
 
-@pytest.mark.parametrize("rubbish", [b"\xff\xfe", b"[]", b'["00"]', b'{"a": 1}', b'["zz", "m", "t", "a", "s"]', b"7"])
-def test_a_line_that_is_not_ours_is_left_out(rubbish: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "foreign_line", [b"\xff\xfe", b"[]", b'["00"]', b'{"a": 1}', b'["zz", "m", "t", "a", "s"]', b"7"]
+)
+def test_invalid_lines_are_ignored(foreign_line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "names"
     names = NamespaceFile(path)
     add(names, ROOT, ODD)
     names.close()
-    path.write_bytes(rubbish + b"\n" + path.read_bytes() + rubbish)
+    path.write_bytes(foreign_line + b"\n" + path.read_bytes() + foreign_line)
     names = NamespaceFile(path)
     assert names.by_root() == {ROOT: ODD}
     add(names, bytes(32), Namespace("model"))
     names.close()
-    assert names_in(path) == {ROOT: ODD, bytes(32): Namespace("model")}
+    assert read_names(path) == {ROOT: ODD, bytes(32): Namespace("model")}
 
 
 def test_every_truncation_leaves_whole_lines(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_every_truncation_leaves_whole_lines(tmp_path: Path) -> None:
     data = path.read_bytes()
     for end in range(len(data)):
         path.write_bytes(data[:end])
-        assert set(names_in(path).values()) <= {
+        assert set(read_names(path).values()) <= {
             Namespace("model", "first"),
             Namespace("model", "second"),
         }
@@ -103,7 +105,7 @@ def test_lines_that_a_full_disk_did_not_take_are_written_later(tmp_path: Path) -
     names.add(b"\x01" * 32, Namespace("model", "third"))
     names.write()
     names.close()
-    assert names_in(path) == names.by_root()
+    assert read_names(path) == names.by_root()
     assert len(names.by_root()) == 3
 
 
@@ -117,7 +119,7 @@ def test_the_file_is_rewritten_when_most_lines_are_useless(tmp_path: Path) -> No
     names.add(roots[9], ODD)
     names.keep(set(roots[4:9]))
     names.write()
-    assert len(path.read_bytes().splitlines()) == 9, "less than half of them"
+    assert len(path.read_bytes().splitlines()) == 9, "less than half of the lines are useless"
     names.keep(set(roots[6:9]))
     assert len(names) == 3
     names.write()
@@ -125,7 +127,7 @@ def test_the_file_is_rewritten_when_most_lines_are_useless(tmp_path: Path) -> No
     assert path.stat().st_mode & 0o777 == 0o600
     add(names, roots[0], ODD)
     names.close()
-    assert names_in(path).keys() == names.by_root().keys() == {roots[0], *roots[6:9]}
+    assert read_names(path).keys() == names.by_root().keys() == {roots[0], *roots[6:9]}
 
 
 def test_duplicate_lines_of_earlier_processes_are_removed_too(tmp_path: Path) -> None:
@@ -138,7 +140,7 @@ def test_duplicate_lines_of_earlier_processes_are_removed_too(tmp_path: Path) ->
     names.write()
     names.close()
     assert len(path.read_bytes().splitlines()) == 1
-    assert names_in(path) == {ROOT: ODD}
+    assert read_names(path) == {ROOT: ODD}
 
 
 def test_a_disk_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
@@ -151,8 +153,8 @@ def test_a_disk_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "names.partial").mkdir()
     with pytest.raises(OSError, match="partial"):
         names.write()
-    assert names_in(path) == {ROOT: ODD}
+    assert read_names(path) == {ROOT: ODD}
     (tmp_path / "names.partial").rmdir()
     names.write()
     names.close()
-    assert names_in(path) == {bytes(32): Namespace("model")}
+    assert read_names(path) == {bytes(32): Namespace("model")}

@@ -16,7 +16,7 @@ from .blocks import FORMAT, OBJECT_BYTES, block
 
 
 def open_plug_in(options: StoreOptions) -> StoreBackend:
-    """A plug-in, as a package would have one."""
+    """Open a plug-in store, as the entry point of another package would."""
     return HostStore(map_memory(len(options.place) * 4096), options.object_bytes)
 
 

@@ -15,7 +15,7 @@ from radixkv.offload.tiers.block_store import PutOutcome
 from radixkv.offload.tiers.redis import RedisStore
 from tests.patience import PATIENCE_S, wait_until
 
-from .blocks import KEYS, OBJECT_BYTES, block, got, key_of, stored
+from .blocks import KEYS, OBJECT_BYTES, block, key_of, object_of, read_from
 from .redis_server import SERVER, WHY_NOT, RedisServer, redis_server
 
 pytestmark = pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
@@ -43,7 +43,7 @@ def test_one_server_finds_what_another_stored(server: RedisServer) -> None:
     first = store_of(server)
     second = store_of(server)
     first.put([block(1), block(2)])
-    assert got(second, 2, 3, 1) == [stored(2), None, stored(1)]
+    assert read_from(second, 2, 3, 1) == [object_of(2), None, object_of(1)]
     assert second.delete([key_of(1), key_of(3)]) == 1
     assert first.exists([key_of(1), key_of(2)]) == [False, True]
 
@@ -52,11 +52,11 @@ def test_a_scan_that_never_ends_is_aborted(server: RedisServer, monkeypatch: pyt
     store = store_of(server, purge_timeout_s=0.05)
     scans: list[object] = []
 
-    def endless(*command: object) -> tuple[bytes, list[bytes]]:
+    def scan_endlessly(*command: object) -> tuple[bytes, list[bytes]]:
         scans.append(command)
         return b"7", []
 
-    monkeypatch.setattr(store._client, "execute_command", endless)
+    monkeypatch.setattr(store._client, "execute_command", scan_endlessly)
     with pytest.raises(StoreUnavailable, match=r"SCAN did not end within 0\.05 s"):
         store.purge(KEYS.scope(None, None, None))
     assert scans
@@ -70,9 +70,9 @@ def test_stored_blocks_are_not_sent_again(server: RedisServer, client: redis.Red
         PutOutcome.ALREADY_THERE,
         PutOutcome.STORED,
     )
-    assert client.get(name) == stored(1, 3) + b"mark"
+    assert client.get(name) == object_of(1, 3) + b"mark"
     assert store_of(server).put([block(1, generation=4)]).outcomes == (PutOutcome.STORED,)
-    assert client.get(name) == stored(1, 4)
+    assert client.get(name) == object_of(1, 4)
 
 
 def test_a_value_that_is_no_object_is_replaced(server: RedisServer, client: redis.Redis) -> None:
@@ -80,9 +80,9 @@ def test_a_value_that_is_no_object_is_replaced(server: RedisServer, client: redi
     store.put([block(1)])
     (name,) = client.keys()
     client.set(name, b"something else")
-    assert got(store, 1) == [b"something else"]
+    assert read_from(store, 1) == [b"something else"]
     assert store.put([block(1)]).outcomes == (PutOutcome.STORED,)
-    assert got(store, 1) == [stored(1)]
+    assert read_from(store, 1) == [object_of(1)]
 
 
 def test_a_value_of_another_type_under_a_key_is_replaced(server: RedisServer, client: redis.Redis) -> None:
@@ -91,12 +91,12 @@ def test_a_value_of_another_type_under_a_key_is_replaced(server: RedisServer, cl
     (name,) = client.keys()
     client.delete(name)
     client.rpush(name, b"something else")
-    assert got(store, 1) == [None]
+    assert read_from(store, 1) == [None]
     assert store.put([block(2), block(1)]).outcomes == (PutOutcome.STORED, PutOutcome.STORED)
-    assert got(store, 1, 2) == [stored(1), stored(2)]
+    assert read_from(store, 1, 2) == [object_of(1), object_of(2)]
 
 
-def test_objects_have_a_time_to_live_that_each_use_begins_again(server: RedisServer, client: redis.Redis) -> None:
+def test_each_use_restarts_the_time_to_live_of_an_object(server: RedisServer, client: redis.Redis) -> None:
     store = store_of(server, ttl_s=1000.0)
     store.put([block(1)])
     (name,) = client.keys()
@@ -111,7 +111,7 @@ def test_objects_have_a_time_to_live_that_each_use_begins_again(server: RedisSer
 
 
 def test_a_touch_is_a_use_and_a_lookup_is_none(server: RedisServer, client: redis.Redis) -> None:
-    """Redis counts neither `EXISTS` nor what happens on a device; it rounds idle times to seconds."""
+    """For Redis, `EXISTS` is no use of a key. It rounds idle times to seconds."""
     store = store_of(server, ttl_s=1000.0)
     store.put([block(1)])
     (name,) = client.keys()
@@ -125,15 +125,15 @@ def test_a_touch_is_a_use_and_a_lookup_is_none(server: RedisServer, client: redi
 
 
 @pytest.mark.usefixtures("client")
-def test_batches_larger_than_a_pipeline_are_cut(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_are_split_into_several_pipelines(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.offload.tiers.redis._BATCH_BYTES", 3 * OBJECT_BYTES)
     store = store_of(server)
     assert store.put([block(number) for number in range(8)]).outcomes == (PutOutcome.STORED,) * 8
-    assert got(store, *range(9)) == [*(stored(number) for number in range(8)), None]
+    assert read_from(store, *range(9)) == [*(object_of(number) for number in range(8)), None]
 
 
 @pytest.mark.usefixtures("client")
-def test_an_object_larger_than_any_is_refused(server: RedisServer) -> None:
+def test_an_object_that_is_too_large_is_refused(server: RedisServer) -> None:
     large = block(1)._replace(payload=memoryview(bytes(5000)))
     assert store_of(server).put([large, block(2)]).outcomes == (PutOutcome.TOO_LARGE, PutOutcome.STORED)
 
@@ -143,7 +143,7 @@ def test_a_server_without_memory_has_no_room(server: RedisServer, client: redis.
     store.put([block(1)])
     client.config_set("maxmemory", 1)
     assert store.put([block(1), block(2)]).outcomes == (PutOutcome.ALREADY_THERE, PutOutcome.NO_ROOM)
-    assert got(store, 1) == [stored(1)]
+    assert read_from(store, 1) == [object_of(1)]
     client.config_set("maxmemory", 0)
     assert store.put([block(2)]).outcomes == (PutOutcome.STORED,)
 
@@ -172,7 +172,7 @@ def test_a_server_that_starts_later_and_restarts_is_used(tmp_path: Path) -> None
         with pytest.raises(StoreUnavailable):
             store.put([block(1)])
         server.start()
-        assert got(store, 1) == [None]
+        assert read_from(store, 1) == [None]
         assert store.put([block(1)]).outcomes == (PutOutcome.STORED,)
 
 
@@ -192,12 +192,12 @@ def test_a_connection_that_ends_in_the_middle_of_an_object_is_an_error() -> None
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def cut_off() -> None:
-            with contextlib.suppress(OSError):  # the test is over
-                for _ in range(2):  # redis-py asks for its version of the protocol first
+            with contextlib.suppress(OSError):  # the test has ended
+                for _ in range(2):  # redis-py first negotiates the version of the protocol
                     connection, _ = listener.accept()
                     with connection:
                         connection.recv(1 << 16)
-                        connection.sendall(b"*1\r\n$3200\r\n" + stored(1)[:1000])
+                        connection.sendall(b"*1\r\n$3200\r\n" + object_of(1)[:1000])
 
         threading.Thread(target=cut_off, daemon=True).start()
         store = RedisStore(f"redis://127.0.0.1:{listener.getsockname()[1]}/0", OBJECT_BYTES, timeout_s=60.0)
@@ -210,37 +210,38 @@ def test_a_value_that_is_larger_than_any_object_is_not_read(server: RedisServer,
     store.put([block(1), block(2)])
     [name] = [name for name in client.scan_iter() if name.endswith(key_of(1).hex().encode())]
     client.setrange(name, 100_000_000, b"x")
-    large, sound = got(store, 1, 2)
+    large, sound = read_from(store, 1, 2)
     assert large is not None
-    assert len(large) == OBJECT_BYTES + 1  # more than any object has, so it is rejected
-    assert sound == stored(2)
+    assert len(large) == OBJECT_BYTES + 1  # larger than any object, so it is rejected
+    assert sound == object_of(2)
 
 
-def drip(connection: socket.socket) -> None:
+def send_bytes_slowly(connection: socket.socket) -> None:
     while True:
         connection.sendall(b"+")
         time.sleep(0.02)
 
 
-def endless_string(connection: socket.socket) -> None:
+def send_endless_string(connection: socket.socket) -> None:
     connection.sendall(b"$8000000000\r\n")
     while True:
         connection.sendall(bytes(1_000_000))
 
 
-def endless_array(connection: socket.socket) -> None:
+def send_endless_array(connection: socket.socket) -> None:
     connection.sendall(b"*1000000000\r\n")
     while True:
         connection.sendall(b"$1\r\nx\r\n" * 10_000)
 
 
-def endless_line(connection: socket.socket) -> None:
+def send_endless_line(connection: socket.socket) -> None:
     while True:
         connection.sendall(b"+" * 1_000_000)
 
 
 @pytest.mark.parametrize(
-    ("answer", "timeout_s"), [(drip, 0.2), (endless_string, 60.0), (endless_array, 60.0), (endless_line, 60.0)]
+    ("answer", "timeout_s"),
+    [(send_bytes_slowly, 0.2), (send_endless_string, 60.0), (send_endless_array, 60.0), (send_endless_line, 60.0)],
 )
 def test_a_reply_that_never_ends_is_aborted(answer: Callable[[socket.socket], None], timeout_s: float) -> None:
     def serve() -> None:

@@ -10,7 +10,9 @@ from radixkv.offload.tiers.rejected_blocks import RejectedBlocks
 CUT, UNAUTHENTIC = ObjectFault.CUT, ObjectFault.UNAUTHENTIC
 
 
-def test_each_fault_is_logged_once_per_minute_with_the_number_since(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_fault_is_logged_at_most_once_per_minute_with_the_number_of_new_blocks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     now_s = 100.0
     rejected = RejectedBlocks("tier redis", lambda: now_s)
     with caplog.at_level(logging.WARNING):

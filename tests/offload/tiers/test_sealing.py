@@ -6,36 +6,36 @@ import pytest
 from xxhash import xxh3_128
 
 from radixkv.errors import ConfigError
-from radixkv.offload.tiers.block_object import HEAD_BYTES, ObjectFault, open_object
+from radixkv.offload.tiers.block_object import CHECKSUM_BYTES, HEAD_BYTES, ObjectFault, open_object
 from radixkv.offload.tiers.sealing import BlockCipher, NotSealedByUs, TenantCiphers
 
-from .blocks import PAYLOAD_BYTES, payload_of, stored, tokens_of, wanted
+from .blocks import PAYLOAD_BYTES, object_of, payload_of, tokens_of, wanted
 
 CIPHER = BlockCipher(bytes(range(32)))
 
 
 def test_tokens_and_payload_of_a_sealed_object_are_not_readable() -> None:
-    data = stored(1, 0, CIPHER)
+    data = object_of(1, 0, CIPHER)
     assert tokens_of(1)[:8] not in data
     assert payload_of(1)[:8] not in data
 
 
-def test_the_same_block_is_never_sealed_alike() -> None:
-    assert len({stored(1, 0, CIPHER)[HEAD_BYTES:] for _ in range(100)}) == 100
+def test_the_same_block_is_sealed_differently_each_time() -> None:
+    assert len({object_of(1, 0, CIPHER)[HEAD_BYTES:] for _ in range(100)}) == 100
 
 
 def test_a_modified_head_is_detected() -> None:
     """An attacker with write access raises the generation of an object, and computes a new checksum."""
-    data = bytearray(stored(1, 4, CIPHER))
-    data[24] = 9
-    data[-16:] = xxh3_128(data[:-16]).digest()
+    data = bytearray(object_of(1, 4, CIPHER))
+    data[24] = 9  # the generation in the head
+    data[-CHECKSUM_BYTES:] = xxh3_128(data[:-CHECKSUM_BYTES]).digest()
     assert open_object(memoryview(data), wanted(1, CIPHER), PAYLOAD_BYTES) is ObjectFault.UNSEALED
 
 
 def test_another_key_opens_nothing() -> None:
     salt = CIPHER.new_salt()
-    sealed = CIPHER.seal(salt, b"head", b"toke", memoryview(b"payload"))
-    assert CIPHER.open(salt, memoryview(b"head"), memoryview(sealed)) == b"tokepayload"
+    sealed = CIPHER.seal(salt, b"head", b"tokens", memoryview(b"payload"))
+    assert CIPHER.open(salt, memoryview(b"head"), memoryview(sealed)) == b"tokenspayload"
     with pytest.raises(NotSealedByUs):
         BlockCipher(bytes(32)).open(salt, memoryview(b"head"), memoryview(sealed))
     with pytest.raises(NotSealedByUs):
@@ -60,7 +60,7 @@ def test_each_tenant_has_a_key_of_its_own() -> None:
     salt = bytes(24)
     sealed = {ciphers.of(tenant).seal(salt, b"", b"", memoryview(b"payload")) for tenant in ("", "a", "b")}
     assert len(sealed) == 3
-    again = TenantCiphers(bytes(32)).of("a").seal(salt, b"", b"", memoryview(b"payload"))
-    assert again in sealed
+    sealed_again = TenantCiphers(bytes(32)).of("a").seal(salt, b"", b"", memoryview(b"payload"))
+    assert sealed_again in sealed
     with pytest.raises(ConfigError, match="expected 32 bytes, got 31"):
         TenantCiphers(bytes(31))

@@ -4,15 +4,15 @@ from radixkv.offload.tiers.slot_table import SlotEntry, SlotTable
 
 
 def fill(table: SlotTable, *keys: bytes, victims: tuple[bytes, ...] = ()) -> list[bytes]:
-    """Put keys one by one; returns the evicted keys."""
-    gone = []
-    left = iter(victims)
+    """Put keys one by one. Returns the evicted keys."""
+    evicted_keys = []
+    remaining_victims = iter(victims)
     for key in keys:
-        slot, evicted = table.claim(key, left)
-        gone += evicted
+        slot, evicted = table.claim(key, remaining_victims)
+        evicted_keys += evicted
         if slot is not None:
             table.publish(key, SlotEntry(slot, 0, 1))
-    return gone
+    return evicted_keys
 
 
 def test_the_least_recently_used_is_evicted_first() -> None:
@@ -94,7 +94,7 @@ def test_a_claim_that_is_abandoned_frees_its_slot() -> None:
     assert table.num_free == 1
 
 
-def test_an_earlier_generation_makes_room_for_a_later_one() -> None:
+def test_a_later_generation_takes_the_slot_of_an_earlier_one() -> None:
     table = SlotTable(1)
     fill(table, b"a")
     assert table.has(b"a", 0)

@@ -15,7 +15,12 @@ from tests.patience import PATIENCE_S, wait_until
 
 
 class GatedBackend(StoreBackend):
-    """A backend whose calls are recorded, and wait for an event."""
+    """A backend whose calls wait until the test sets `gate`.
+
+    Attributes:
+        calls: names of the calls that have reached the backend.
+        error: what the calls raise after they have waited; None to return.
+    """
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -23,26 +28,26 @@ class GatedBackend(StoreBackend):
         self.is_closed = False
         self.error: Exception | None = None
 
-    def _pass(self, name: str) -> None:
+    def _record_and_wait(self, name: str) -> None:
         self.calls.append(name)
         assert self.gate.wait(PATIENCE_S)
         if self.error is not None:
             raise self.error
 
     def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
-        self._pass("put")
+        self._record_and_wait("put")
         return PutResult(())
 
     def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
-        self._pass("get")
+        self._record_and_wait("get")
         return [None] * len(keys)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        self._pass("exists")
+        self._record_and_wait("exists")
         return [False] * len(keys)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        self._pass("delete")
+        self._record_and_wait("delete")
         return 0
 
     def size(self) -> StoreSize:
@@ -171,7 +176,8 @@ def test_all_blocked_calls_together_have_one_time_limit(backend: GatedBackend, m
         now_s += timeout
 
     store = ThreadedStore(backend)
-    _ = store.get([]), store.get([]), store.put([])
+    for call in (store.get, store.get, store.put):
+        call([])
     wait_until(has_calls(backend, "get", "get", "put"))
     monkeypatch.setattr(threaded_store, "time", SimpleNamespace(monotonic=lambda: now_s))
     with monkeypatch.context() as patched:

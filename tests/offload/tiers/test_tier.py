@@ -15,7 +15,7 @@ from radixkv.offload.tiers.tier import Absence, LoadedBlock, Tier
 from tests.patience import PATIENCE_S
 
 from .backends import host_memory
-from .blocks import PAYLOAD_BYTES, block, key_of, payload_of, stored, wanted
+from .blocks import PAYLOAD_BYTES, block, key_of, object_of, payload_of, wanted
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def tier() -> Iterator[Tier]:
 
 
 class PendingStore:
-    """A store whose calls complete when the test says so."""
+    """A store that returns the same future from all calls, which the test completes."""
 
     def __init__(self) -> None:
         self.answer: Future[Any] = Future()
@@ -49,7 +49,7 @@ class PendingStore:
         pass
 
 
-def pending() -> tuple[PendingStore, Tier]:
+def store_and_tier() -> tuple[PendingStore, Tier]:
     store = PendingStore()
     return store, Tier("shared", store, PAYLOAD_BYTES)
 
@@ -78,15 +78,15 @@ def test_evictions_are_reported_and_counted(tier: Tier) -> None:
 def test_a_block_of_another_size_is_a_miss_and_deleted(tier: Tier) -> None:
     tier.save([block(1)._replace(payload=memoryview(bytes(PAYLOAD_BYTES - 8)))]).result(PATIENCE_S)
     assert tier.load([wanted(1)]).result(PATIENCE_S) == [ObjectFault.FOREIGN]
-    assert tier.delete([]).result(PATIENCE_S) == 0  # the deletions before it are done
+    assert tier.delete([]).result(PATIENCE_S) == 0  # waits for the deletions before it
     assert tier.exists([key_of(1)]).result(PATIENCE_S) == [False]
 
 
 def test_a_damaged_block_is_a_miss_that_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        store, tier = pending()
+        store, tier = store_and_tier()
         loading = tier.load([wanted(1), wanted(2)])
-        store.answer.set_result([Loan(memoryview(stored(1)[:-1] + b"x")), Loan(memoryview(stored(2)))])
+        store.answer.set_result([Loan(memoryview(object_of(1)[:-1] + b"x")), Loan(memoryview(object_of(2)))])
         damaged, whole = loading.result(PATIENCE_S)
         assert damaged is ObjectFault.DAMAGED
         assert isinstance(whole, LoadedBlock)
@@ -100,7 +100,7 @@ def test_a_damaged_block_is_a_miss_that_is_logged_once(caplog: pytest.LogCapture
 def test_blocks_that_another_server_encrypted_are_not_deleted(is_shared: bool, deleted: list[bytes]) -> None:
     store = PendingStore()
     tier = Tier("redis", store, PAYLOAD_BYTES, is_shared=is_shared)
-    store.answer.set_result([Loan(memoryview(stored(1, protection=BlockCipher(bytes(32)))))])
+    store.answer.set_result([Loan(memoryview(object_of(1, protection=BlockCipher(bytes(32)))))])
     assert tier.load([wanted(1)]).result(PATIENCE_S) == [ObjectFault.UNSEALED]
     assert store.deleted == deleted
 
@@ -115,7 +115,7 @@ def test_blocks_that_another_server_encrypted_are_not_deleted(is_shared: bool, d
     ],
 )
 def test_a_store_that_fails_is_a_miss(error: StoreError, reason: Absence) -> None:
-    store, tier = pending()
+    store, tier = store_and_tier()
     store.answer.set_exception(error)
     assert tier.load([wanted(1), wanted(2)]).result(PATIENCE_S) == [reason, reason]
     assert (tier.save([block(1)]).result(PATIENCE_S) is None) is not isinstance(error, StoreBusy)
@@ -125,15 +125,15 @@ def test_a_store_that_fails_is_a_miss(error: StoreError, reason: Absence) -> Non
     assert tier.counts().failed_saves == 1
 
 
-@pytest.mark.parametrize("answer", [[], [None, None], PutResult(())])
+@pytest.mark.parametrize("answer", [[], [None, None], PutResult(())], ids=["too-short", "too-long", "no-list"])
 def test_an_answer_that_can_not_be_used_is_a_miss(answer: object, caplog: pytest.LogCaptureFixture) -> None:
-    store, tier = pending()
+    store, tier = store_and_tier()
     loading = tier.load([wanted(1)])
-    asking = tier.exists([key_of(1)])
+    lookup = tier.exists([key_of(1)])
     saving = tier.save([block(1)])
     store.answer.set_result(answer)
     assert loading.result(PATIENCE_S) == [Absence.UNAVAILABLE]
-    assert asking.result(PATIENCE_S) is None
+    assert lookup.result(PATIENCE_S) is None
     assert saving.result(PATIENCE_S) is None
     assert tier.counts().failed_saves == 1
     assert "store" in caplog.text
@@ -141,7 +141,7 @@ def test_an_answer_that_can_not_be_used_is_a_miss(answer: object, caplog: pytest
 
 @pytest.mark.parametrize("error", [StoreBusy("full"), StorePaused("paused")])
 def test_blocks_of_a_call_that_was_not_made_are_known_to_be_absent(error: StoreError) -> None:
-    store, tier = pending()
+    store, tier = store_and_tier()
     saving = tier.save([block(1), block(2)])
     store.answer.set_exception(error)
     assert saving.result(PATIENCE_S) == PutResult((PutOutcome.NOT_SENT,) * 2)
@@ -149,17 +149,17 @@ def test_blocks_of_a_call_that_was_not_made_are_known_to_be_absent(error: StoreE
 
 
 def test_cancelling_a_load_cancels_the_stores_call() -> None:
-    store, tier = pending()
+    store, tier = store_and_tier()
     assert tier.load([wanted(1)]).cancel()
     assert store.answer.cancelled()
 
 
 def test_an_answer_after_the_cancellation_releases_its_loans() -> None:
-    store, tier = pending()
+    store, tier = store_and_tier()
     released: list[bool] = []
     store.answer.set_running_or_notify_cancel()
     loading = tier.load([wanted(1)])
     loading.cancel()
-    store.answer.set_result([Loan(memoryview(stored(1)), lambda: released.append(True))])
+    store.answer.set_result([Loan(memoryview(object_of(1)), lambda: released.append(True))])
     assert released == [True]
     assert tier.counts().loaded == 0

@@ -2,7 +2,7 @@
 
 python -m tests.offload.tiers.writer PATH NUM_SLOTS SEED [LIBRARY]
 
-With LIBRARY, the file of the compiled C++ kernels, it uses these.
+With LIBRARY, the file of the compiled C++ kernels, the process copies blocks with them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     num_slots = int(sys.argv[2])
     seed = int(sys.argv[3])
     rng = random.Random(seed)
-    store = disk_at(path, num_slots, _loaded(sys.argv[4]) if sys.argv[4:] else None)
+    store = disk_at(path, num_slots, _load_native(sys.argv[4]) if sys.argv[4:] else None)
     objects = [[block(number, generation) for number in range(NUM_BLOCKS)] for generation in range(3)]
     print("ready", flush=True)
     while True:
@@ -34,8 +34,8 @@ def main() -> None:
             store.delete([key_of(rng.randrange(NUM_BLOCKS))])
 
 
-def _loaded(library: str) -> NativeCopies:
-    """Load the library without torch, which takes seconds, but has OpenMP."""
+def _load_native(library: str) -> NativeCopies:
+    """Load the library with the OpenMP that it needs. Otherwise torch loads OpenMP, but its import takes seconds."""
     ctypes.CDLL("libgomp.so.1", ctypes.RTLD_GLOBAL)
     return NativeCopies(ctypes.CDLL(library))
 

@@ -312,9 +312,9 @@ def test_a_message_that_is_larger_than_any_is_not_received(monkeypatch: pytest.M
 @pytest.mark.parametrize(("num_cases", "seed"), [(60, 1), pytest.param(10_000, 2, marks=pytest.mark.long)])
 def test_no_block_that_a_peer_alters_is_used(num_cases: int, seed: int) -> None:
     rng = random.Random(seed)
-    there = altered.world(is_sealed=False)
-    wanted = [KeyedBlock(each.key, bytes(32), each.tokens, Namespace("model", "acme")) for each in there.wanted]
-    mac = there.wanted[0].protection
+    world = altered.make_world(is_sealed=False)
+    wanted = [KeyedBlock(each.key, bytes(32), each.tokens, Namespace("model", "acme")) for each in world.wanted]
+    mac = world.wanted[0].protection
     outcomes: Counter[str] = Counter()
 
     class Peer(FakeTransfer):
@@ -342,8 +342,8 @@ def test_no_block_that_a_peer_alters_is_used(num_cases: int, seed: int) -> None:
             for case in range(num_cases):
                 index = rng.randrange(altered.NUM_BLOCKS)
                 alteration = altered.ALTERATIONS[case % len(altered.ALTERATIONS)]
-                source.transfer.data = list(there.sound)
-                source.transfer.data[index] = alteration(there, index, rng)
+                source.transfer.data = list(world.sound)
+                source.transfer.data[index] = alteration(world, index, rng)
                 try:
                     fetched_blocks = await fetcher.fetch(params, KVSource(address=address, lease_id="a lease"))
                 except KVSourceError:
