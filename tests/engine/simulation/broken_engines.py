@@ -283,15 +283,15 @@ def keeps_the_blocks_of_failed_requests(patch: pytest.MonkeyPatch) -> None:
 
 
 def publishes_after_a_purge(patch: pytest.MonkeyPatch) -> None:
-    purging = EngineCore.purging
+    purge_in_slices = EngineCore.purge_in_slices
 
-    def purging_and_going_on(core: EngineCore, **names: str | None) -> Generator[None, None, PendingPurge]:
-        begun = yield from purging(core, **names)
+    def purge_and_allow_publishing(core: EngineCore, **names: str | None) -> Generator[None, None, PendingPurge]:
+        pending_purge = yield from purge_in_slices(core, **names)
         for request in core._scheduler.requests():
             request.is_revoked = False
-        return begun
+        return pending_purge
 
-    patch.setattr(EngineCore, "purging", purging_and_going_on)
+    patch.setattr(EngineCore, "purge_in_slices", purge_and_allow_publishing)
 
 
 def streams_the_last_token_twice(patch: pytest.MonkeyPatch) -> None:
