@@ -1,4 +1,4 @@
-"""The largest number of each row, compared with PyTorch's."""
+"""The index of the largest number of each row, compared with PyTorch's."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def test_the_index_is_that_of_pytorch(dtype: torch.dtype, shape: tuple[int, int]
 
 
 @pytest.mark.parametrize("size", [4, 100, 49_152])
-@pytest.mark.parametrize("place", [0, 1, -1])
-def test_nan_is_larger_than_infinity_and_the_first_of_equal_numbers_counts(size: int, place: int) -> None:
+@pytest.mark.parametrize("column", [0, 1, -1])
+def test_nan_is_larger_than_infinity_and_the_first_of_equal_numbers_counts(size: int, column: int) -> None:
     rows = torch.zeros(4, size)
-    rows[0, place], rows[0, size // 2] = nan, inf
-    rows[1, place] = inf
+    rows[0, column], rows[0, size // 2] = nan, inf
+    rows[1, column] = inf
     rows[2] = -inf
-    rows[3, [place, size // 2]] = nan
-    found = argmax(rows)
-    assert torch.equal(found, rows.argmax(dim=-1))
-    assert found[1:3].tolist() == [place % size, 0]
+    rows[3, [column, size // 2]] = nan
+    indices = argmax(rows)
+    assert torch.equal(indices, rows.argmax(dim=-1))
+    assert indices[1:3].tolist() == [column % size, 0]

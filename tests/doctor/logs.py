@@ -1,4 +1,4 @@
-"""Logs of prompts for tests, with a token per character."""
+"""Logs of prompts for tests, with one token per character."""
 
 from __future__ import annotations
 
@@ -22,27 +22,32 @@ def characters(token_ids: Sequence[int]) -> str:
 
 
 def log_of(*prompts: str | tuple[str, Namespace] | tuple[str, Namespace, str]) -> PromptLog:
-    """Return a log of texts, perhaps with a namespace and a session, one second after the other."""
+    """Return a log of prompts that were received a second apart.
+
+    Args:
+        prompts: the text of each prompt, or a tuple of the text, a namespace (otherwise `ACME`), and a session if any.
+    """
     log = PromptLog()
     for index, each in enumerate(prompts):
-        text, namespace, session = (
-            (*each, *(ACME, "")[len(each) - 1 :]) if isinstance(each, tuple) else (each, ACME, "")
-        )
+        fields = (each,) if isinstance(each, str) else each
+        text = fields[0]
+        namespace = fields[1] if len(fields) > 1 else ACME
+        session = fields[2] if len(fields) > 2 else ""
         prompt = LoggedPrompt(f"log:{index + 1}", len(text), namespace, session, float(index))
-        log.add(prompt, [ord(each) for each in text])
+        log.add(prompt, [ord(character) for character in text])
     return log
 
 
-def diagnosed(
+def diagnose_log(
     log: PromptLog, *, size: CacheSize | None = None, max_groups: int = 10, times: TimeModel | None = None
 ) -> LogDiagnosis:
-    """Diagnose a log of characters."""
+    """Diagnose a log whose tokens are characters."""
     with log:
         return diagnose(
             log, Examiner(characters), min_lost_tokens=MIN_LOST_TOKENS, size=size, max_groups=max_groups, times=times
         )
 
 
-def causes(found: LogDiagnosis) -> list[MissCause | None]:
+def causes(diagnosis: LogDiagnosis) -> list[MissCause | None]:
     """Return the cause of each prompt."""
-    return [None if each is None else each.key.cause for each in found.findings]
+    return [None if each is None else each.key.cause for each in diagnosis.findings]

@@ -1,4 +1,4 @@
-"""The index finds prompts by their content, wherever they have it."""
+"""The index finds prompts by their content, at whatever position they contain it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from radixkv.doctor.content_index import MAX_CANDIDATES, ContentIndex
 
-SEED = 7
+SEED = 7  # of a namespace
 
 
 def passage(seed: int, length: int = 400) -> np.ndarray:
@@ -64,9 +64,9 @@ def test_short_prompts_are_not_indexed() -> None:
     assert index.candidates(SEED, passage(1, 31), 0) == []
 
 
-def test_fewer_windows_of_many_tokens_are_indexed() -> None:
-    few, many = ContentIndex(), ContentIndex(2**40)
-    for index in (few, many):
+def test_a_smaller_share_of_windows_is_indexed_for_a_large_log() -> None:
+    small_log, large_log = ContentIndex(), ContentIndex(2**40)  # one of 16 and one of 1,024 windows
+    for index in (small_log, large_log):
         index.add(0, SEED, passage(1, 50_000))
-    assert len(many._last) < 200 < 2000 < len(few._last)
-    assert many.candidates(SEED, passage(1, 50_000), 0) == [0]
+    assert len(large_log._last) < 200 < 2000 < len(small_log._last)
+    assert large_log.candidates(SEED, passage(1, 50_000), 0) == [0]

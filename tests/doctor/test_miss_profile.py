@@ -1,4 +1,4 @@
-"""Groups of misses in bounded memory."""
+"""A profile counts misses in groups by cause, in bounded memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from radixkv.namespace import OTHER_TENANTS, Namespace
 
 
 def finding(place: str, lost_tokens: int = 100, position: int = 5, text: str = "") -> Finding:
+    """Return a finding. Findings at different places of a prompt, such as "tools", are in different groups."""
     side = Side((1, 2), 1, text, text, 1)
     return Finding(
         GroupKey(MissCause.RANDOM_ID, place),
@@ -57,7 +58,7 @@ def test_a_report_of_a_tenant_has_nothing_of_others() -> None:
     assert report(profile, tenant="c") == MissReport(60.0, MissCounts(), (), 0)
 
 
-def test_periods_are_added_up_and_the_cheapest_causes_are_left_out() -> None:
+def test_profiles_are_added_up_and_the_groups_with_the_smallest_losses_are_left_out() -> None:
     profiles = MissProfile(), MissProfile()
     for profile in profiles:
         profile.count("a", MissCounts(prompts=1))
@@ -69,9 +70,9 @@ def test_periods_are_added_up_and_the_cheapest_causes_are_left_out() -> None:
     assert (found.num_other_groups, found.counts.prompts) == (1, 2)
 
 
-def test_a_new_group_takes_the_place_of_the_cheapest_one_of_its_tenant() -> None:
+def test_a_new_group_replaces_the_one_with_the_smallest_loss_of_its_tenant() -> None:
     profile = MissProfile()
-    profile.add("other", finding("cheap", 1), None)
+    profile.add("other", finding("x", 1), None)
     for number in range(MAX_TENANT_GROUPS + 5):
         profile.add("a", finding(str(number), 1000 + number), None)
     places = [each.group.key.place for each in report(profile, tenant="a").groups]
@@ -116,7 +117,7 @@ def test_a_forgotten_tenant_frees_its_groups_for_others() -> None:
 
 
 @pytest.mark.parametrize("length", [10, 100_000])
-def test_what_is_kept_of_a_finding_is_small(length: int) -> None:
+def test_the_texts_of_a_finding_are_cut_to_96_characters(length: int) -> None:
     profile = MissProfile()
     profile.add("a", finding("x", text="é" * length), None)
     (each,) = report(profile).groups

@@ -16,6 +16,7 @@ from radixkv.doctor import miss_profile, miss_profiler
 from radixkv.doctor.causes import MissCause
 from radixkv.doctor.miss_profiler import MIN_MISSED_TOKENS, PERIOD_S, AdmittedPrompt, Branches, MissProfiler
 from radixkv.errors import Draining
+from radixkv.invocation import MAX_INVOKED_VOCAB
 from radixkv.namespace import Namespace
 from tests.fakes import FakeClock
 from tests.patience import wait_until
@@ -23,39 +24,51 @@ from tests.patience import wait_until
 from .logs import ACME, characters
 
 
-def packed(text: str) -> bytes:
+def pack(text: str) -> bytes:
+    """Return the tokens of a text, one per character, as the cache keeps them."""
     return np.array([ord(each) for each in text], "<u4").tobytes()
 
 
 BODY = "".join(f"line {number} of a manual that all prompts have; " for number in range(60))
+MARK = np.uint32(5 * MAX_INVOKED_VOCAB)  # of an invoked adapter
 PROMPT, CACHED = f"build 4f2a9c1 {BODY}", f"build b07e55d {BODY}"
 
 
 class Bench:
-    """A profiler with a clock of its own, and a fake engine that has some prompts by place."""
+    """A profiler with a clock of its own, and a fake engine.
+
+    Attributes:
+        clock: the clock of the profiler.
+        work_s: CPU seconds that the profiler's thread believes to have used.
+        cached: the branches of the fake engine, by place.
+        lookups: the places, the tenant and the session of each look-up in the engine.
+        error: the exception with which look-ups fail; None if they succeed.
+    """
 
     def __init__(self, share: float = 1.0) -> None:
         self.clock = FakeClock()
         self.work_s = 0.0
         self.cached: dict[int, NamedBranch] = {}
-        self.asked: list[tuple[list[int], str, str]] = []
+        self.lookups: list[tuple[list[int], str, str]] = []
         self.error: Exception | None = None
         self.profiler = MissProfiler(share, self.clock, lambda: self.work_s)
         self.profiler.load_decode = lambda: characters
         self.profiler.start(self.find_branches)
 
     def find_branches(self, places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
-        self.asked.append((list(places), tenant, session_id))
+        self.lookups.append((list(places), tenant, session_id))
         future: Future[Branches] = Future()
         if self.error is not None:
             future.set_exception(self.error)
             return future
-        known = [self.cached[each] for each in places if each in self.cached]
-        future.set_result(Branches([each for each in known if each.namespace.tenant == tenant], 0.01, 0.0))
+        branches = [self.cached[place] for place in places if place in self.cached]
+        own_branches = [each for each in branches if each.namespace.tenant == tenant]
+        future.set_result(Branches(own_branches, token_s=0.01, cpu_s=0.0))
         return future
 
     def cache(self, place: int, text: str, namespace: Namespace = ACME) -> None:
-        tokens = packed(text)
+        """Add a cached prompt to the engine, and pass it to the profiler."""
+        tokens = pack(text)
         self.cached[place] = NamedBranch(namespace, "", CachedBranch((tokens,), 0, 1.0))
         self.profiler.add_segment(namespace.tenant, tokens, place)
         self.wait()
@@ -68,7 +81,7 @@ class Bench:
         reason: MissReason = MissReason.COLD,
         session_id: str = "",
     ) -> None:
-        self.profiler.add_prompt(AdmittedPrompt(namespace, session_id, packed(text), cached_tokens, reason))
+        self.profiler.add_prompt(AdmittedPrompt(namespace, session_id, pack(text), cached_tokens, reason))
         self.wait()
 
     def wait(self) -> None:
@@ -81,14 +94,14 @@ class Bench:
 
 @pytest.fixture
 def make_bench() -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
+    benches: list[Bench] = []
 
     def make(**options: Any) -> Bench:
-        made.append(Bench(**options))
-        return made[-1]
+        benches.append(Bench(**options))
+        return benches[-1]
 
     yield make
-    for each in made:
+    for each in benches:
         each.profiler.close()
 
 
@@ -113,7 +126,7 @@ def test_a_miss_is_compared_with_what_is_cached(bench: Bench) -> None:
     assert counts.missed_tokens == counts.examined_tokens == len(PROMPT) - 6
 
 
-def test_a_prompt_like_no_other_is_a_first_one(bench: Bench) -> None:
+def test_a_prompt_that_resembles_no_other_is_a_first_prompt(bench: Bench) -> None:
     bench.cache(3, CACHED)
     bench.admit("".join(chr(40_000 + number) for number in range(1000)))
     assert bench.causes() == []
@@ -125,7 +138,7 @@ def test_a_hit_is_counted_and_not_examined(bench: Bench, num_missed: int) -> Non
     bench.cache(3, CACHED)
     bench.admit(PROMPT, cached_tokens=len(PROMPT) - num_missed)
     counts = bench.profiler.report(None, 10).counts
-    assert (counts.prompts, counts.misses, bench.asked) == (1, 0, [])
+    assert (counts.prompts, counts.misses, bench.lookups) == (1, 0, [])
 
 
 @pytest.mark.parametrize(
@@ -144,7 +157,7 @@ def test_a_cause_that_the_cache_knows_needs_no_comparison(bench: Bench, reason: 
     bench.admit(PROMPT, cached_tokens=100, reason=reason)
     ((_, group),) = bench.profiler.report(None, 10).groups
     assert (group.key.cause, group.lost_tokens, group.is_bound) == (cause, len(PROMPT) - 101, True)
-    assert bench.asked == []
+    assert bench.lookups == []
     assert bench.profiler.report(None, 10).counts.examined_misses == 1
 
 
@@ -152,7 +165,7 @@ def test_a_cause_that_the_cache_knows_needs_no_comparison(bench: Bench, reason: 
 def test_evictions_for_the_tenant_itself_and_for_others_are_distinguished(
     bench: Bench, by_self: bool, cause: MissCause
 ) -> None:
-    prompt = AdmittedPrompt(ACME, "", packed(PROMPT), 0, MissReason.EVICTED, by_self)
+    prompt = AdmittedPrompt(ACME, "", pack(PROMPT), 0, MissReason.EVICTED, by_self)
     bench.profiler.add_prompt(prompt)
     assert bench.causes() == [(cause, 1)]
 
@@ -164,7 +177,7 @@ def test_evictions_for_the_tenant_itself_and_for_others_are_distinguished(
         (ACME._replace(adapter="lora"), MissCause.ADAPTER_CHANGED),
     ],
 )
-def test_the_same_tokens_in_another_namespace_of_the_tenant(bench: Bench, other: Namespace, cause: MissCause) -> None:
+def test_another_salt_or_adapter_of_the_tenant_is_a_cause(bench: Bench, other: Namespace, cause: MissCause) -> None:
     bench.cache(3, PROMPT, other)
     bench.admit(PROMPT)
     assert bench.causes() == [(cause, 1)]
@@ -173,7 +186,7 @@ def test_the_same_tokens_in_another_namespace_of_the_tenant(bench: Bench, other:
 def test_nothing_of_another_tenant_is_looked_up_or_reported(bench: Bench) -> None:
     bench.cache(3, CACHED, Namespace("model", "globex"))
     bench.admit(PROMPT)
-    assert bench.asked == [([], "acme", "")]
+    assert bench.lookups == [([], "acme", "")]
     assert bench.causes() == []
     bench.cache(4, PROMPT)
     bench.admit(CACHED)
@@ -181,15 +194,15 @@ def test_nothing_of_another_tenant_is_looked_up_or_reported(bench: Bench) -> Non
     assert bench.causes("acme") == [(MissCause.RANDOM_ID, 1)]
 
 
-def test_a_public_prefix_is_no_other_namespace(bench: Bench) -> None:
+def test_tokens_below_a_public_prefix_do_not_count_as_another_namespace(bench: Bench) -> None:
     bench.cache(3, CACHED, ACME._replace(public_prefix="1:64"))
     bench.admit(PROMPT)
     assert bench.causes() == [(MissCause.RANDOM_ID, 1)]
 
 
-def test_marks_of_invoked_adapters_are_no_difference(bench: Bench) -> None:
+def test_marks_of_invoked_adapters_are_not_compared(bench: Bench) -> None:
     tokens = np.array([ord(each) for each in CACHED], "<u4")
-    tokens[len(CACHED) // 2 :] |= np.uint32(5 << 24)
+    tokens[len(CACHED) // 2 :] |= MARK
     bench.cached[3] = NamedBranch(ACME, "", CachedBranch((tokens.tobytes(),), 0, 1.0))
     bench.profiler.add_segment("acme", tokens.tobytes(), 3)
     bench.wait()
@@ -197,7 +210,7 @@ def test_marks_of_invoked_adapters_are_no_difference(bench: Bench) -> None:
     assert bench.causes() == [(MissCause.RANDOM_ID, 1)]
 
 
-def test_without_time_misses_are_only_counted(make_bench: Callable[..., Bench]) -> None:
+def test_misses_are_only_counted_while_the_profilers_time_is_used_up(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(share=0.02)
     bench.cache(3, CACHED)
     bench.admit(PROMPT)
@@ -208,11 +221,11 @@ def test_without_time_misses_are_only_counted(make_bench: Callable[..., Bench]) 
         return find(*arguments)
 
     bench.profiler._find_branches = find_slowly
-    bench.admit(PROMPT)  # takes 3 s, more than there are
+    bench.admit(PROMPT)  # takes 3 s, more than the profiler may use
     bench.admit(PROMPT)
     counts = bench.profiler.report(None, 10).counts
     assert (counts.misses, counts.examined_misses) == (3, 2)
-    bench.profiler.add_step(40.0)  # of which it gets 0.8 s, and it lacks 1 s at most
+    bench.profiler.add_step(40.0)  # the profiler may use 0.8 s of this, less than its debt of 1 s, the maximum
     bench.admit(PROMPT)
     assert bench.profiler.report(None, 10).counts.examined_misses == 2
     for _ in range(2):
@@ -239,11 +252,11 @@ def test_time_is_not_saved_up_without_end(make_bench: Callable[..., Bench]) -> N
 
 def test_the_time_of_the_engines_thread_counts(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(share=0.02)
-    found = Branches([], None, 5.0)
+    branches = Branches([], token_s=None, cpu_s=5.0)
 
     def find(*_: object) -> Future[Branches]:
         future: Future[Branches] = Future()
-        future.set_result(found)
+        future.set_result(branches)
         return future
 
     bench.profiler._find_branches = find
@@ -253,11 +266,11 @@ def test_the_time_of_the_engines_thread_counts(make_bench: Callable[..., Bench])
 
 
 def test_a_full_queue_accepts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(miss_profiler, "_MAX_WAITING_BYTES", 3 * len(packed(PROMPT)))
+    monkeypatch.setattr(miss_profiler, "_MAX_WAITING_BYTES", 3 * len(pack(PROMPT)))
     profiler = MissProfiler(1.0)  # whose thread is not started
     for _ in range(10):
-        profiler.add_prompt(AdmittedPrompt(ACME, "", packed(PROMPT), 0, MissReason.COLD))
-    profiler.add_segment("acme", packed(PROMPT), 1)
+        profiler.add_prompt(AdmittedPrompt(ACME, "", pack(PROMPT), 0, MissReason.COLD))
+    profiler.add_segment("acme", pack(PROMPT), 1)
     assert profiler._queue.qsize() == 3
     assert profiler.report(None, 10).counts.misses == 10
     profiler.close()
@@ -305,9 +318,9 @@ def test_a_prompt_with_a_salt_leaves_no_tokens(bench: Bench) -> None:
     assert (group.key.cause, group.sample) == (MissCause.RANDOM_ID, None)
 
 
-def test_equal_tokens_of_another_invoked_adapter(bench: Bench) -> None:
+def test_equal_tokens_that_an_invoked_adapter_computed_are_a_change_of_the_adapter(bench: Bench) -> None:
     tokens = np.array([ord(each) for each in PROMPT], "<u4")
-    tokens[20:] |= np.uint32(5 << 24)
+    tokens[20:] |= MARK
     bench.cached[3] = NamedBranch(ACME, "", CachedBranch((tokens.tobytes(),), 0, 1.0))
     bench.profiler.add_segment("acme", tokens.tobytes(), 3)
     bench.wait()
@@ -339,7 +352,7 @@ def test_misses_of_tenants_without_groups_take_no_time(bench: Bench, monkeypatch
     bench.cache(3, CACHED)
     bench.admit(PROMPT)
     bench.admit(PROMPT, Namespace("model", "globex"))
-    assert [tenant for _, tenant, _ in bench.asked] == ["acme"]
+    assert [tenant for _, tenant, _ in bench.lookups] == ["acme"]
     assert bench.profiler.report(None, 10).counts.misses == 2
 
 
@@ -360,7 +373,7 @@ def test_a_report_covers_the_present_hour_and_the_one_before(bench: Bench) -> No
 
 
 @pytest.mark.parametrize("error", [Draining("engine: stopped"), TimeoutError()])
-def test_an_engine_that_does_not_answer_ends_no_thread(bench: Bench, error: Exception) -> None:
+def test_an_engine_that_does_not_answer_does_not_end_the_thread(bench: Bench, error: Exception) -> None:
     bench.cache(3, CACHED)
     bench.error = error
     bench.admit(PROMPT)
@@ -369,7 +382,9 @@ def test_an_engine_that_does_not_answer_ends_no_thread(bench: Bench, error: Exce
     assert bench.causes() == [(MissCause.RANDOM_ID, 1)]
 
 
-def test_a_bug_is_logged_without_tokens_and_ends_no_thread(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_is_logged_without_tokens_and_does_not_end_the_thread(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     bench.cache(3, CACHED)
     bench.error = RuntimeError(f"cannot decode {PROMPT}")
     with caplog.at_level(logging.DEBUG):
@@ -381,7 +396,7 @@ def test_a_bug_is_logged_without_tokens_and_ends_no_thread(bench: Bench, caplog:
     assert bench.causes() == [(MissCause.RANDOM_ID, 1)]
 
 
-def test_a_tokenizer_that_cannot_be_read_ends_no_thread(bench: Bench) -> None:
+def test_a_tokenizer_that_cannot_be_read_does_not_end_the_thread(bench: Bench) -> None:
     def fail() -> Any:
         raise OSError("the file is not there any more")
 
@@ -412,7 +427,7 @@ def test_closing_cancels_what_the_thread_waits_for_and_examines_no_more(bench: B
 
     bench.profiler._find_branches = never_find
     for _ in range(5):
-        bench.profiler.add_prompt(AdmittedPrompt(ACME, "", packed(PROMPT), 0, MissReason.COLD))
+        bench.profiler.add_prompt(AdmittedPrompt(ACME, "", pack(PROMPT), 0, MissReason.COLD))
     wait_until(lambda: len(pending) == 1)
     bench.profiler.close()
     assert not bench.profiler._thread.is_alive()

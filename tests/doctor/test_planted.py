@@ -1,4 +1,4 @@
-"""Faults that are planted in the traffic of agents are found, and their costs are true."""
+"""Faults that are planted in the traffic of agents are found, and the reported costs are right."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from radixkv.doctor.causes import MissCause
 from radixkv.model.tiny_files import write_tiny_files
 from radixkv.service.text.tokenizer import Tokenizer
 
+PLANTED_SHARE = 0.3  # of the requests
+
 
 @pytest.fixture(scope="module")
 def traffic(tmp_path_factory: pytest.TempPathFactory) -> Traffic:
@@ -23,8 +25,8 @@ def traffic(tmp_path_factory: pytest.TempPathFactory) -> Traffic:
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("has_sessions", [True, False])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_planted_fault_is_found_and_what_it_costs(traffic: Traffic, fault: Fault, has_sessions: bool) -> None:
-    result = run_doctor(traffic, fault, 0.3, has_sessions=has_sessions)
+def test_a_planted_fault_and_its_cost_are_found(traffic: Traffic, fault: Fault, has_sessions: bool) -> None:
+    result = run_doctor(traffic, fault, PLANTED_SHARE, has_sessions=has_sessions)
     assert result.planted >= 5
     assert result.found == result.planted
     assert result.false == 0
@@ -35,14 +37,14 @@ def test_a_planted_fault_is_found_and_what_it_costs(traffic: Traffic, fault: Fau
 @pytest.mark.parametrize("has_sessions", [True, False])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_running_server_finds_a_planted_fault(traffic: Traffic, fault: Fault, has_sessions: bool) -> None:
-    result = run_profiler(traffic, fault, 0.3, has_sessions=has_sessions)
+    result = run_profiler(traffic, fault, PLANTED_SHARE, has_sessions=has_sessions)
     assert result.planted >= 5
     if fault.cause is MissCause.TENANT_CHANGED:  # what other tenants have cached is not reported
         assert (result.found, result.false, result.saved_tokens) == (0, 0, 0)
         return
     assert result.found >= 0.9 * result.planted
     assert result.false <= 0.02 * result.requests
-    if fault.cause is not MissCause.COMPACTED:  # what a summary replaces counts as the cost of a new prompt
+    if fault.cause is not MissCause.COMPACTED:  # tokens that a summary replaces count as computed for a new prompt
         assert result.gain_error <= 0.1
 
 

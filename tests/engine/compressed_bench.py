@@ -14,6 +14,7 @@ from radixkv.api.compression import Compression
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerationFuture, PrefillResult
 from radixkv.api.sampling import Sampling
+from radixkv.cache.block_pool import BlockState
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
 from radixkv.compute.runner import Runner
@@ -35,11 +36,15 @@ def load(directory: Path, **options: object) -> Model:
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
+    """Return random token ids. Prompts of one seed begin alike."""
     return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
 
 
 class CompressedBench:
-    """An engine core over a real model. Each step is followed by an audit of the cache."""
+    """An engine core over a real model. Each step is followed by a check of the cache.
+
+    The clock advances by a second whenever it is read.
+    """
 
     def __init__(
         self,
@@ -51,7 +56,7 @@ class CompressedBench:
     ) -> None:
         self.cache = PrefixCache(num_blocks, BLOCK_SIZE, quotas=quotas)
         storage = KVStorage(num_blocks, BLOCK_SIZE, model.kv_shape.stored_as(kv_dtype), model.device, is_by_layer=True)
-        storage.pool.blocks.fill_(0xFF)  # nothing may depend on what was never written
+        storage.pool.blocks.fill_(0xFF)  # NaN, so that reading a slot that was never written is noticed
         self.runner = Runner(model, storage, TorchKernels())
         ticks = itertools.count()
         self.core = EngineCore.build(self.runner, self.cache, EngineConfig(**config), clock=lambda: float(next(ticks)))
@@ -64,6 +69,7 @@ class CompressedBench:
         tenant: str = "",
         **params: object,
     ) -> GenerationFuture:
+        """Submit a generation. Log probabilities of streamed tokens are added to `streamed_logprobs` of its future."""
         sampling = Sampling(max_new_tokens, ignore_eos=True, seed=0, logprobs=3, compression=compression)
         future = GenerationFuture()
         streamed = future.streamed_logprobs = []  # type: ignore[attr-defined]
@@ -72,6 +78,7 @@ class CompressedBench:
         return future
 
     def prefill(self, ids: list[int], **params: object) -> PrefillResult:
+        """Run a prefill that returns its logits, and all requests that are still unfinished."""
         future: Future[PrefillResult] = Future()
         self.core.submit(self._request(ids, "", future, None, {"return_logits": True, **params}))
         self.run()
@@ -102,7 +109,7 @@ class CompressedBench:
         return self.cache.pool.num_leased + self.cache.num_pinned_blocks
 
 
-def scribble(bench: CompressedBench) -> None:
-    """Overwrite all blocks that no lease holds with random values."""
-    free = np.frombuffer(bench.cache.pool.states(), dtype=np.uint8) == 0
-    bench.runner.storage.pool.blocks[torch.from_numpy(np.flatnonzero(free))] = 0xFF
+def overwrite_free_blocks(bench: CompressedBench) -> None:
+    """Overwrite all free blocks with the byte 0xFF, so that reading one makes the results NaN."""
+    is_free = np.frombuffer(bench.cache.pool.states(), dtype=np.uint8) == BlockState.FREE
+    bench.runner.storage.pool.blocks[torch.from_numpy(np.flatnonzero(is_free))] = 0xFF

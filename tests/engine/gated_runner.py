@@ -18,7 +18,12 @@ ENDLESS_S = 3600.0  # longer than a test may run
 
 
 class GatedRunner(FakeRunner):
-    """Runs a step only while its gate is open."""
+    """Runs a step only while its gate is open.
+
+    Attributes:
+        gate: steps wait until this event is set.
+        entered: is set when a step begins to wait for the gate.
+    """
 
     def __init__(self, max_tokens: int | None = None) -> None:
         super().__init__(NUM_BLOCKS, BLOCK_SIZE, max_tokens)

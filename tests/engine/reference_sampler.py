@@ -57,14 +57,15 @@ def penalize(
         logits.scatter_(0, on_device(stop_ids), -torch.inf)
     if sampling.repetition_penalty != 1:
         before, factor = logits.clone(), sampling.repetition_penalty
-        for ids in (prompt_ids, np.asarray(token_ids, dtype=np.int64)):  # a token of both gets the same score twice
+        # A token of both is penalized once, since both scores are computed from the logits before.
+        for ids in (prompt_ids, np.asarray(token_ids, dtype=np.int64)):
             seen = on_device(ids[ids < num_logits])
             scores = before.gather(0, seen)
             logits.scatter_(0, seen, torch.where(scores > 0, scores / factor, scores * factor))
     if token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
-        answered, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
+        generated_ids, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
         penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
-        logits.scatter_add_(0, on_device(answered), on_device(-penalties, torch.float32))
+        logits.scatter_add_(0, on_device(generated_ids), on_device(-penalties, torch.float32))
     return logits
 
 
@@ -86,15 +87,15 @@ def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tenso
     if sampling.top_p < 1 or sampling.top_k:
         ordered, order = scores.sort(descending=True, stable=True)
         if sampling.top_k:
-            last = ordered[min(sampling.top_k, len(ordered)) - 1]
-            ordered = ordered.masked_fill(ordered < last, -torch.inf)
+            kth_score = ordered[min(sampling.top_k, len(ordered)) - 1]
+            ordered = ordered.masked_fill(ordered < kth_score, -torch.inf)
         if sampling.top_p < 1:
             probabilities = ordered.softmax(dim=0)
-            is_out = probabilities.cumsum(dim=0) - probabilities >= sampling.top_p
-            ordered = ordered.masked_fill(is_out, -torch.inf)
+            is_outside = probabilities.cumsum(dim=0) - probabilities >= sampling.top_p
+            ordered = ordered.masked_fill(is_outside, -torch.inf)
         scores = scores.scatter(0, order, ordered)
     if sampling.min_p:
-        scores = scores.masked_fill(scores < math.log(sampling.min_p), -torch.inf)  # the most likely one has 0
+        scores = scores.masked_fill(scores < math.log(sampling.min_p), -torch.inf)  # the most likely token has score 0
     seed = xxh3_64(position.to_bytes(8, "little"), seed=sampling.seed).intdigest()
     generator = torch.Generator(logits.device).manual_seed(seed)
     noise = torch.empty_like(scores).exponential_(generator=generator)

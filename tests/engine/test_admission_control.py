@@ -24,24 +24,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 
 def retry_after_s(clock: FakeClock, seconds_each: float, num_ended: int) -> float:
-    """Return `retry_after_s` of a full queue after some requests have ended, one every `seconds_each`."""
-    gate = AdmissionControl(EngineConfig(max_running_requests=2, max_waiting_requests=6))
-    requests = [Request(PrefillParams(tokens([1])), MODEL, Future(), 0.0) for _ in range(num_ended + 9)]
+    """Return `retry_after_s` of a full queue of 8 requests, after others have ended, one every `seconds_each`."""
+    control = AdmissionControl(EngineConfig(max_running_requests=2, max_waiting_requests=6))
+    requests = [Request(PrefillParams(tokens([1])), MODEL, Future(), 0.0) for _ in range(num_ended + 8 + 1)]
     for request in requests[:num_ended]:
-        gate.enter(request, lambda request: None)
+        control.enter(request, lambda request: None)
         clock.now_s += seconds_each
-        gate.leave(request)
+        control.leave(request)
     for request in requests[num_ended:-1]:
-        gate.enter(request, lambda request: None)
+        control.enter(request, lambda request: None)
     with pytest.raises(QueueFull) as refused:
-        gate.enter(requests[-1], lambda request: None)
+        control.enter(requests[-1], lambda request: None)
     return refused.value.retry_after_s
 
 
 @pytest.mark.parametrize(
     ("seconds_each", "num_ended", "expected_s"),
     [(0.3, 20, 1.2), (0.3, 200, 1.2), (0.001, 20, 0.05), (100, 20, 60), (0.3, 1, 1.0), (0.3, 0, 1.0)],
-    ids=["half of 8 requests", "of the last ones", "at least", "at most", "one is no rate", "none ended"],
+    ids=["4 of 8 requests", "a long history", "the minimum", "the maximum", "one end gives no rate", "none ended"],
 )
 def test_a_full_queue_estimates_when_half_of_its_requests_will_have_ended(
     clock: FakeClock, seconds_each: float, num_ended: int, expected_s: float

@@ -45,7 +45,7 @@ def test_a_call_that_is_put_back_precedes_the_others_of_its_tenant() -> None:
 
 
 def test_calls_are_bounded_in_total_and_per_tenant_and_room_is_freed() -> None:
-    queue = FairCallQueue[int](3, 2)
+    queue = FairCallQueue[int](max_calls=3, max_tenant_calls=2)
     for tenant in ("a", "b", "c"):
         assert queue.add(tenant, 0) is None
     for tenant in ("a", "d"):
@@ -59,11 +59,11 @@ def test_calls_are_bounded_in_total_and_per_tenant_and_room_is_freed() -> None:
 
 
 def test_the_newest_call_of_the_tenant_with_the_most_makes_room_for_one_with_fewer() -> None:
-    queue = FairCallQueue[int](6, 4)
+    queue = FairCallQueue[int](max_calls=6, max_tenant_calls=4)
     for tenant, call in (("a", 1), ("b", 2), ("b", 3), ("b", 4), ("a", 5), ("a", 6)):
         queue.add(tenant, call)
     assert [queue.add("c", 7), queue.add("d", 8)] == [6, 4]
-    for tenant in ("a", "b", "c", "d"):  # two, two, one and one: no tenant gains what another one loses
+    for tenant in ("a", "b", "c", "d"):  # they have two, two, one and one calls, so no exchange would be fairer
         with pytest.raises(QueueFull):
             queue.add(tenant, 9)
     assert len(queue) == 6
@@ -71,25 +71,28 @@ def test_the_newest_call_of_the_tenant_with_the_most_makes_room_for_one_with_few
 
 def test_few_tenants_do_not_keep_another_one_out_and_counts_stay_correct_in_random_walks() -> None:
     rng = random.Random(1)
-    queue, waiting = FairCallQueue[int](40, 16), dict.fromkeys("abcdefg", 0)
+    max_calls, max_tenant_calls = 40, 16
+    queue = FairCallQueue[int](max_calls, max_tenant_calls)
+    num_waiting = dict.fromkeys("abcdefg", 0)  # by tenant
     for number in range(20_000):
         if rng.random() < 0.45:
             if (taken := queue.take()) is not None:
-                waiting[taken[0]] -= 1
+                num_waiting[taken[0]] -= 1
                 if rng.random() < 0.3:
                     queue.put_back(*taken)
-                    waiting[taken[0]] += 1
+                    num_waiting[taken[0]] += 1
             continue
         tenant = rng.choice("aaaaabbbbcccddefg")
-        longest = max(waiting.values())
+        most_waiting = max(num_waiting.values())
         try:
             removed = queue.add(tenant, number)
         except QueueFull:
-            assert waiting[tenant] == 16 or (len(queue) >= 40 and waiting[tenant] + 1 >= longest)
+            is_total_full = len(queue) >= max_calls and num_waiting[tenant] + 1 >= most_waiting
+            assert num_waiting[tenant] == max_tenant_calls or is_total_full
             continue
-        waiting[tenant] += 1
+        num_waiting[tenant] += 1
         if removed is not None:
-            waiting = {each: len(queue._by_tenant.get(each, ())) for each in waiting}
-            assert sorted(waiting.values())[-1] in (longest, longest - 1)
-        assert len(queue) == sum(waiting.values()) <= 41
-        assert waiting == {each: len(queue._by_tenant.get(each, ())) for each in waiting}
+            num_waiting = {each: len(queue._by_tenant.get(each, ())) for each in num_waiting}
+            assert max(num_waiting.values()) in (most_waiting, most_waiting - 1)
+        assert len(queue) == sum(num_waiting.values()) <= max_calls + 1
+        assert num_waiting == {each: len(queue._by_tenant.get(each, ())) for each in num_waiting}

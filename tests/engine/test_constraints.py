@@ -1,8 +1,6 @@
-"""Constraints in the engine: masked, kept over preemptions, one matcher per completion, other requests untouched."""
+"""Constraints in the engine: they mask the logits, have one matcher per completion, and affect no other request."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,25 +15,25 @@ from tests.constraints import Rising, RisingMatcher
 from tests.core_bench import Bench
 
 VOCAB_SIZE = 256
-SAMPLED = {"temperature": 5.0, "seed": 3}
+SAMPLING = {"temperature": 5.0, "seed": 3}
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RisingMatcher]]:
-    """Record every matcher that is started."""
+def started_matchers(monkeypatch: pytest.MonkeyPatch) -> list[RisingMatcher]:
+    """The matchers that the test has started so far."""
     matchers: list[RisingMatcher] = []
     start = Rising.start
 
-    def note(constraint: Rising, stop_token_ids: frozenset[int]) -> RisingMatcher:
+    def start_and_record(constraint: Rising, stop_token_ids: frozenset[int]) -> RisingMatcher:
         matchers.append(start(constraint, stop_token_ids))
         return matchers[-1]
 
-    monkeypatch.setattr(Rising, "start", note)
+    monkeypatch.setattr(Rising, "start", start_and_record)
     return matchers
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
-def test_only_allowed_tokens_are_sampled(temperature: float, started: list[RisingMatcher]) -> None:
+def test_only_allowed_tokens_are_sampled(temperature: float, started_matchers: list[RisingMatcher]) -> None:
     bench = Bench()
     future = bench.generate(range(9), 12, temperature=temperature, seed=3, constraint=Rising(VOCAB_SIZE, 20))
     bench.run()
@@ -44,14 +42,14 @@ def test_only_allowed_tokens_are_sampled(temperature: float, started: list[Risin
     assert max(np.diff([-1, *token_ids])) <= 20
     assert len(token_ids) == 12
     assert future.result(0).finish_reason is FinishReason.LENGTH
-    (matcher,) = started
-    assert matcher.num_masks == 12, "one mask per token"
+    (matcher,) = started_matchers
+    assert matcher.num_masks == 12, "the mask is computed once per token"
     assert tuple(matcher.accepted) == token_ids
 
 
 def test_a_generation_ends_when_its_constraint_allows_no_more_tokens() -> None:
     bench = Bench()
-    future = bench.generate(range(9), 100, **SAMPLED, constraint=Rising(VOCAB_SIZE, 60))
+    future = bench.generate(range(9), 100, **SAMPLING, constraint=Rising(VOCAB_SIZE, 60))
     bench.run()
     result = future.result(0)
     assert result.token_ids[-1] == VOCAB_SIZE - 1
@@ -61,23 +59,23 @@ def test_a_generation_ends_when_its_constraint_allows_no_more_tokens() -> None:
 
 
 def test_a_stop_token_is_sampled_where_it_is_allowed_and_not_passed_to_the_matcher(
-    started: list[RisingMatcher],
+    started_matchers: list[RisingMatcher],
 ) -> None:
     bench = Bench()
     constraint = Rising(VOCAB_SIZE, 1, ends=frozenset({200, 201}))
-    future = bench.generate(range(9), 100, **SAMPLED, constraint=constraint, stop_token_ids=frozenset({200}))
+    future = bench.generate(range(9), 100, **SAMPLING, constraint=constraint, stop_token_ids=frozenset({200}))
     bench.run()
     result = future.result(0)
     assert result.token_ids == (*range(len(result.token_ids) - 1), 200)
     assert result.finish_reason is FinishReason.STOP
-    assert 200 not in started[0].accepted
+    assert 200 not in started_matchers[0].accepted
 
 
-def test_the_minimum_length_holds_while_any_other_token_is_allowed() -> None:
+def test_the_minimum_length_holds_while_a_token_is_allowed_that_does_not_stop() -> None:
     bench = Bench()
-    every = frozenset(range(5, VOCAB_SIZE))
+    stop_token_ids = frozenset(range(5, VOCAB_SIZE))
     constraint = Rising(VOCAB_SIZE, 1, ends=frozenset({200}))
-    sampling = {**SAMPLED, "min_tokens": 8, "stop_token_ids": every, "constraint": constraint}
+    sampling = {**SAMPLING, "min_tokens": 8, "stop_token_ids": stop_token_ids, "constraint": constraint}
     future = bench.generate(range(9), 20, **sampling)
     bench.run()
     assert future.result(0).token_ids[:5] == (0, 1, 2, 3, 4)
@@ -103,16 +101,16 @@ def test_rows_shorter_than_the_vocabulary_are_masked() -> None:
 
 def test_a_request_without_an_allowed_token_fails_and_others_continue() -> None:
     bench = Bench()
-    others = [bench.generate(range(9), 8, **SAMPLED), bench.generate(range(30), 8)]
-    refused = bench.generate(range(9, 20), 8, **SAMPLED, constraint=Rising(VOCAB_SIZE, 9, refuses_after=3))
+    others = [bench.generate(range(9), 8, **SAMPLING), bench.generate(range(30), 8)]
+    refused = bench.generate(range(9, 20), 8, **SAMPLING, constraint=Rising(VOCAB_SIZE, 9, refuses_after=3))
     bench.run()
     with pytest.raises(InvalidRequest, match="rising: expected"):
         refused.result(0)
     assert len(refused.streamed) == 3
     alone = Bench()
-    expected = [alone.generate(range(9), 8, **SAMPLED), alone.generate(range(30), 8)]
+    expected = [alone.generate(range(9), 8, **SAMPLING), alone.generate(range(30), 8)]
     alone.run()
-    assert [other.result(0).token_ids for other in others] == [each.result(0).token_ids for each in expected]
+    assert [future.result(0).token_ids for future in others] == [future.result(0).token_ids for future in expected]
     assert bench.cache.pool.num_leased == 0
 
 
@@ -124,16 +122,16 @@ def test_a_constraint_that_raises_fails_its_own_request_alone(
     def fail(*_: object) -> None:
         raise error
 
-    broken = property(fail) if method == "is_finished" else fail
-    monkeypatch.setattr(Rising if method == "start" else RisingMatcher, method, broken)
+    failing = property(fail) if method == "is_finished" else fail
+    monkeypatch.setattr(Rising if method == "start" else RisingMatcher, method, failing)
     bench, alone = Bench(), Bench()
-    other = bench.generate(range(9), 8, **SAMPLED)
-    failed = bench.generate(range(9, 20), 8, **SAMPLED, constraint=Rising(VOCAB_SIZE, 9))
+    other = bench.generate(range(9), 8, **SAMPLING)
+    failed = bench.generate(range(9, 20), 8, **SAMPLING, constraint=Rising(VOCAB_SIZE, 9))
     bench.run()
     with pytest.raises(StepFailed, match=r"^constraint: failed to "):
         failed.result(0)
     assert "a constraint raised" in caplog.text
-    expected = alone.generate(range(9), 8, **SAMPLED)
+    expected = alone.generate(range(9), 8, **SAMPLING)
     alone.run()
     assert other.result(0).token_ids == expected.result(0).token_ids
     assert bench.core.num_failed_steps == bench.cache.pool.num_leased == 0
@@ -142,43 +140,43 @@ def test_a_constraint_that_raises_fails_its_own_request_alone(
 def test_each_completion_of_a_prompt_has_its_own_matcher_whether_cached_or_not() -> None:
     constraint = Rising(VOCAB_SIZE, 30)
     bench, alone = Bench(), Bench()
-    sampling = Sampling(10, **SAMPLED, constraint=constraint)
-    together = [bench.generate(range(9), 10, **_fields(sampling.of_answer(index))) for index in range(3)]
+    sampling = Sampling(10, **SAMPLING, constraint=constraint)
+    together = [bench.generate(range(9), 10, **_sampling_fields(sampling.of_answer(index))) for index in range(3)]
     bench.run()
-    again = bench.generate(range(9), 10, **_fields(sampling))
+    cached = bench.generate(range(9), 10, **_sampling_fields(sampling))
     bench.run()
     expected = []
     for index in range(3):
-        expected.append(alone.generate(range(9), 10, **_fields(sampling.of_answer(index)), read_cache=False))
+        expected.append(alone.generate(range(9), 10, **_sampling_fields(sampling.of_answer(index)), read_cache=False))
         alone.run()
     answers = [future.result(0).token_ids for future in together]
     assert answers == [future.result(0).token_ids for future in expected]
     assert len(set(answers)) == 3
-    assert again.result(0).token_ids == answers[0]
-    assert again.result(0).usage.cached_tokens == 8
+    assert cached.result(0).token_ids == answers[0]
+    assert cached.result(0).usage.cached_tokens == 8
 
 
 def test_requests_without_a_constraint_compute_no_allowed_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[int]] = []
+    constrained_rows: list[list[int]] = []  # of each step
 
-    def note(requests: list[object]) -> dict[int, object]:
+    def compute_and_record(requests: list[object]) -> dict[int, object]:
         allowed = allowed_tokens(requests)  # type: ignore[arg-type]
-        seen.append([*allowed])
+        constrained_rows.append([*allowed])
         return allowed  # type: ignore[return-value]
 
-    monkeypatch.setattr(step, "allowed_tokens", note)
+    monkeypatch.setattr(step, "allowed_tokens", compute_and_record)
     bench = Bench()
-    bench.generate(range(9), 3, **SAMPLED)
+    bench.generate(range(9), 3, **SAMPLING)
     bench.submit(range(5))
     bench.run()
-    assert seen
-    assert not any(seen)
+    assert constrained_rows
+    assert not any(constrained_rows)
     bench.generate(range(9), 3, constraint=Rising(VOCAB_SIZE, 9))
-    bench.generate(range(20), 3, **SAMPLED)
+    bench.generate(range(20), 3, **SAMPLING)
     bench.run()
-    assert seen[-1] == [0]
+    assert constrained_rows[-1] == [0]
 
 
-def _fields(sampling: Sampling) -> dict[str, object]:
+def _sampling_fields(sampling: Sampling) -> dict[str, object]:
     names = ("temperature", "seed", "constraint")
     return {name: getattr(sampling, name) for name in names}

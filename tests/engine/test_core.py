@@ -1,3 +1,5 @@
+"""The engine core over a fake runner: prefills, held leases, and how requests end. Blocks have four tokens."""
+
 import gc
 import time
 import weakref
@@ -62,7 +64,7 @@ def test_one_step_serves_several_requests() -> None:
     futures = [bench.submit(range(start, start + 8)) for start in (0, 20, 40)]
     bench.run()
     assert len(bench.runner.steps) == 1
-    assert [f.result(0).next_token_id for f in futures] == [
+    assert [future.result(0).next_token_id for future in futures] == [
         next_token(tokens(range(start, start + 8))) for start in (0, 20, 40)
     ]
 
@@ -71,14 +73,14 @@ def test_waiting_requests_reuse_what_running_ones_publish() -> None:
     bench = Bench(max_step_tokens=8)
     futures = [bench.submit([*range(32), 100 + i]) for i in range(4)]
     bench.run()
-    assert sum(f.result(0).usage.computed_tokens for f in futures) == 32 + 4
+    assert sum(future.result(0).usage.computed_tokens for future in futures) == 32 + 4
     assert bench.runner.computed_tokens == 32 + 4
 
 
 def test_read_cache_off_computes_everything_and_reads_nothing() -> None:
     bench = Bench(max_step_tokens=5)
     bench.prefill(range(12))
-    bench.runner.forget_everything()  # so that reading a cached block is seen
+    bench.runner.forget_everything()  # so that reading a cached block fails
     result = bench.prefill(range(12), read_cache=False)
     assert (result.usage.cached_tokens, result.usage.computed_tokens) == (0, 12)
     assert result.miss_reason is MissReason.READ_DISABLED
@@ -87,10 +89,10 @@ def test_read_cache_off_computes_everything_and_reads_nothing() -> None:
 def test_a_prompt_can_be_retained_longer_than_others() -> None:
     bench = Bench(num_blocks=10)
     before_s = time.time()
-    kept = bench.prefill(range(8), retention=Retention(80, ttl_s=60))
-    assert kept.retained is not None
-    assert kept.retained.grant == Grant(8, 0, 0, expires_s=60.0)
-    assert before_s + 59 < kept.retained.expires_at_s < time.time() + 61
+    result = bench.prefill(range(8), retention=Retention(80, ttl_s=60))
+    assert result.retained is not None
+    assert result.retained.grant == Grant(8, 0, 0, expires_s=60.0)
+    assert before_s + 59 < result.retained.expires_at_s < time.time() + 61
     bench.prefill(range(100, 132))
     bench.prefill(range(200, 232))
     assert bench.prefill(range(8)).usage.cached_tokens == 7
@@ -111,7 +113,7 @@ def test_a_low_priority_does_not_apply_to_tokens_that_others_published(length: i
     assert again.retained.grant == Grant(length, 0, 0)
     bench.prefill(range(90, 94))
     bench.cache.evict(2)
-    assert bench.prefill(range(90, 94)).usage.cached_tokens == 3  # the older ones were evicted first
+    assert bench.prefill(range(90, 94)).usage.cached_tokens == 3  # the two older blocks were evicted first
 
 
 def test_a_waiting_request_publishes_nothing_after_a_purge() -> None:
@@ -122,19 +124,19 @@ def test_a_waiting_request_publishes_nothing_after_a_purge() -> None:
     later = bench.submit(range(40, 48))
     bench.run()
     assert [future.result(0).usage.written_tokens for future in (*futures, later)] == [4, 0, 8]
-    assert [bench.prefill(range(s, s + 8)).usage.cached_tokens for s in (0, 20, 40)] == [0, 0, 7]
+    assert [bench.prefill(range(start, start + 8)).usage.cached_tokens for start in (0, 20, 40)] == [0, 0, 7]
 
 
 def test_a_low_priority_applies_only_to_tokens_that_the_request_computed() -> None:
     bench = Bench(num_blocks=10)
     bench.prefill(range(8))
-    own = bench.prefill([*range(8), 90, 91, 92, 93], retention=Retention(0))
-    assert own.retained is not None
-    assert own.retained.grant == Grant(12, 0, 0)
-    nothing = bench.prefill([*range(8), 90, 91], retention=Retention(0, start=2, end=6))
-    assert nothing.retained is not None
-    assert nothing.retained.grant == Grant(4, 0, 0)
-    bench.cache.evict(1)
+    extended = bench.prefill([*range(8), 90, 91, 92, 93], retention=Retention(0))
+    assert extended.retained is not None
+    assert extended.retained.grant == Grant(12, 0, 0)
+    reused = bench.prefill([*range(8), 90, 91], retention=Retention(0, start=2, end=6))
+    assert reused.retained is not None
+    assert reused.retained.grant == Grant(4, 0, 0)
+    bench.cache.evict(1)  # the block of the extension, which has the low priority
     assert bench.prefill([*range(8), 90, 91, 92, 93]).usage.cached_tokens == 8
 
 
@@ -173,7 +175,7 @@ def test_a_request_waits_for_blocks_of_running_ones() -> None:
     assert bench.runner.steps == [[(0, 12)], [(0, 12)]]
 
 
-def test_a_request_without_blocks_because_of_held_leases_is_refused_immediately() -> None:
+def test_a_request_that_lacks_blocks_because_of_held_leases_is_refused_immediately() -> None:
     bench = Bench(num_blocks=4, held_lease_ttl_s=30.0)
     bench.prefill(range(12), hold_lease=True)
     refused = bench.submit(range(50, 62))
@@ -204,7 +206,7 @@ class TestHeldLeases:
         assert bench.prefill(range(8)).usage.cached_tokens == 7
         assert held.block_table.size == 2
 
-    def test_release_frees_its_blocks(self) -> None:
+    def test_a_released_lease_no_longer_pins_its_blocks(self) -> None:
         bench = Bench()
         held = bench.prefill(range(8), hold_lease=True).held_lease
         assert held is not None
@@ -213,7 +215,7 @@ class TestHeldLeases:
         bench.cache.check()
         assert bench.core.stats.load().blocks.pinned == 0
 
-    def test_its_blocks_are_counted_and_its_tokens_are_not_stored(self) -> None:
+    def test_the_blocks_of_a_held_lease_are_counted_and_its_tokens_are_not_stored(self) -> None:
         bench = Bench()
         held = bench.prefill(range(10), hold_lease=True).held_lease
         assert held is not None
@@ -229,7 +231,7 @@ class TestHeldLeases:
         with pytest.raises(UnknownLease):
             bench.core.held_leases.release(held.lease_id, "")
 
-    def test_it_is_unknown_to_another_tenant(self) -> None:
+    def test_a_held_lease_is_unknown_to_another_tenant(self) -> None:
         bench = Bench()
         held = bench.prefill(range(8), tenant="a", hold_lease=True).held_lease
         assert held is not None
@@ -243,13 +245,13 @@ class TestHeldLeases:
         invocation, future = bench.cache.marks.invocation("law", 6), Future[PrefillResult]()
         params = PrefillParams(tokens(range(8)), hold_lease=True)
         bench.core.submit(Request(params, Namespace("fake"), future, 0.0, invocation=invocation))
-        bench.core.step()  # up to the invocation, which is the base model's
+        bench.core.step()  # the first four tokens, which are before the invocation
         all_slices(bench.core.purge_in_slices(tenant=None, adapter="law", salt=None))
         bench.run()
         assert future.result(0).held_lease is None
         assert bench.cache.num_pinned_blocks == 0
 
-    def test_it_expires(self) -> None:
+    def test_a_held_lease_expires(self) -> None:
         bench = Bench(held_lease_ttl_s=5.0)
         bench.prefill(range(8), hold_lease=True)
         bench.clock.now_s = 4.9
@@ -277,15 +279,15 @@ class TestHeldLeases:
         assert len(bench.core.held_leases) == 0
 
     def test_no_reported_expiry_is_later_than_the_real_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The engine's thread waits for a second before each reading of a clock."""
+        """Each reading of a clock takes a second."""
         bench = Bench(held_lease_ttl_s=50.0, max_tenant_held_leases=9)
 
         class SlowClock:
-            now = 0.0
+            now_s = 0.0
 
             def __call__(self) -> float:
-                self.now += 1.0
-                return self.now
+                self.now_s += 1.0
+                return self.now_s
 
         clock = SlowClock()
         monkeypatch.setattr(type(bench.clock), "__call__", lambda _: clock())
@@ -308,7 +310,7 @@ class TestHeldLeases:
             assert retained.grant.expires_s is not None
             assert retained.expires_at_s <= retained.grant.expires_s
 
-    def test_only_its_tenant_renews_it_and_only_while_it_is_held(self) -> None:
+    def test_only_its_tenant_renews_a_lease_and_only_while_it_is_held(self) -> None:
         bench = Bench(held_lease_ttl_s=5.0)
         held = bench.prefill(range(8), tenant="a", hold_lease=True).held_lease
         assert held is not None
@@ -428,7 +430,8 @@ class TestEndsOfRequests:
         bench = Bench(max_step_tokens=4)
         in_time, late = bench.submit(range(12), deadline_s=20.0), bench.submit(range(12), deadline_s=10.0)
         bench.core.step()
-        in_time.cancel(), late.cancel()  # the second by a server that enforces the deadline as well
+        in_time.cancel()
+        late.cancel()  # as a server does that enforces the deadline as well
         bench.clock.now_s = 10.0
         bench.core.step()
         ended = bench.core.stats.load().requests
@@ -439,7 +442,7 @@ class TestEndsOfRequests:
         bench.runner.fail_next = RuntimeError("no such luck")
         failed = [bench.submit(range(start, start + 8)) for start in (0, 20)]
         bench.core.step()
-        assert all(isinstance(f.exception(0), StepFailed) for f in failed)
+        assert all(isinstance(future.exception(0), StepFailed) for future in failed)
         assert bench.cache.pool.num_free == 64
         assert bench.prefill(range(8)).usage.cached_tokens == 0
 
@@ -454,11 +457,11 @@ class TestEndsOfRequests:
         assert bench.prefill(range(8)).usage.cached_tokens == 0
 
     def test_a_failure_while_the_logits_are_read_is_a_failed_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def lost_device(*_: object) -> None:
+        def lose_device(*_: object) -> None:
             raise RuntimeError("the device is gone")
 
         bench = Bench()
-        monkeypatch.setattr("radixkv.engine.step.predict", lost_device)
+        monkeypatch.setattr("radixkv.engine.step.predict", lose_device)
         future = bench.submit(range(8))
         bench.run()
         assert isinstance(future.exception(0), StepFailed)
@@ -506,7 +509,7 @@ class TestEndsOfRequests:
         assert bench.core.num_failed_steps == 1
         bench.core.try_step()
         assert bench.core.num_failed_steps == 0
-        assert bench.cache.pool.num_leased + bench.cache.num_pinned_blocks == 3, "those of the held lease"
+        assert bench.cache.pool.num_leased + bench.cache.num_pinned_blocks == 3, "only the blocks of the held lease"
 
     def test_closing_fails_everything_and_frees_every_lease(self) -> None:
         bench = Bench(max_step_tokens=4)
@@ -531,7 +534,7 @@ def test_stats_add_up() -> None:
     assert (stats.load.requests.finished, stats.segments, stats.load.namespaces) == (2, 1, 1)
 
 
-def test_top_logprobs_are_sorted_and_normalised() -> None:
+def test_top_logprobs_are_sorted_and_begin_with_the_next_token() -> None:
     bench = Bench()
     result = bench.prefill(range(4), top_logprobs=3, return_logits=True)
     ids, values = zip(*result.top_logprobs, strict=True)
@@ -563,7 +566,7 @@ def test_no_more_requests_run_than_allowed() -> None:
     assert bench.core.stats.load().requests.waiting == 1
 
 
-def test_the_load_is_as_in_stats_but_needs_no_walk_through_the_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_equals_that_of_stats_without_a_walk_through_the_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(num_blocks=4)
     for start in (0, 50):
         bench.prefill(range(start, start + 12), hold_lease=True)
@@ -572,10 +575,10 @@ def test_the_load_is_as_in_stats_but_needs_no_walk_through_the_trees(monkeypatch
     stats = bench.core.stats.stats()
     assert (stats.load.evicted_blocks, stats.load.namespaces, stats.load.requests.waiting) == (2, 1, 1)
 
-    def walk(tree: RadixTree) -> None:
+    def refuse_to_walk(tree: RadixTree) -> None:
         raise AssertionError("segments are not needed")
 
-    monkeypatch.setattr(RadixTree, "nodes", walk)
+    monkeypatch.setattr(RadixTree, "nodes", refuse_to_walk)
     load = bench.core.stats.load()
     assert load == stats.load
 

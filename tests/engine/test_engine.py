@@ -1,3 +1,5 @@
+"""The engine and its thread: answers, refusals, drains, steps that hang or fail, and a thread that fails."""
+
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,7 +61,7 @@ def engine(runner: GatedRunner):  # type: ignore[no-untyped-def]
     engine.stop()
 
 
-def test_it_answers(engine: Engine) -> None:
+def test_a_prefill_is_answered_and_its_prompt_cached(engine: Engine) -> None:
     result = engine.prefill(params(range(20))).result(PATIENCE_S)
     assert result.next_token_id == next_token(tokens(range(20)))
     assert engine.probe(tokens(range(20))).result(PATIENCE_S).cached_tokens == 19
@@ -74,7 +76,7 @@ def test_probe_changes_nothing(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "error", "message"),
+    ("packed_ids", "error", "message"),
     [
         (b"\1\0\0", InvalidRequest, "token_ids: expected little-endian uint32 ids, got 3 bytes"),
         (b"", InvalidRequest, "token_ids: expected at least 1 token, got 0"),
@@ -87,11 +89,11 @@ def test_probe_changes_nothing(engine: Engine) -> None:
         (tokens([0] * 129), PromptTooLong, "token_ids: expected at most 128 tokens, got 129"),
     ],
 )
-def test_an_invalid_prompt_is_refused_immediately(engine: Engine, data: bytes, error: type, message: str) -> None:
+def test_an_invalid_prompt_is_refused_immediately(engine: Engine, packed_ids: bytes, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
-        engine.prefill(PrefillParams(data))
+        engine.prefill(PrefillParams(packed_ids))
     with pytest.raises(error, match=message):
-        engine.probe(data)
+        engine.probe(packed_ids)
     assert engine.load().result(PATIENCE_S).requests.failed == 0
 
 
@@ -100,7 +102,7 @@ def test_a_prompt_that_fills_the_whole_pool_is_served_twice(engine: Engine) -> N
         assert engine.prefill(params([7] * 128)).result(PATIENCE_S).usage.prompt_tokens == 128
 
 
-def test_the_model_may_be_shorter_than_the_pool() -> None:
+def test_a_prompt_longer_than_the_model_allows_is_refused_even_if_the_pool_has_room() -> None:
     engine = Engine(GatedRunner(max_tokens=10), PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
     with pytest.raises(PromptTooLong, match="at most 10 tokens, got 11"):
         engine.prefill(params(range(11)))
@@ -129,7 +131,8 @@ def test_cancelled_requests_count_until_their_blocks_are_released(engine: Engine
     with pytest.raises(QueueFull):
         engine.prefill(params(range(8)))
     runner.gate.set()
-    engine.stats().result(PATIENCE_S)
+    wait_until(lambda: engine.load().result(PATIENCE_S).requests.cancelled == 4)
+    assert engine.prefill(params(range(8))).result(PATIENCE_S).usage.prompt_tokens == 8
 
 
 def test_a_call_that_fails_in_the_engine_fails_its_caller_alone(
@@ -153,7 +156,7 @@ def test_calls_that_wait_are_bounded_by_tenant_and_requests_are_not_refused_for_
     with pytest.raises(QueueFull, match="of this tenant"):
         engine.retain(prompt, Retention(60), acme)
     calls.append(engine.probe(prompt, Caller("other")))
-    calls.append(engine.probe(prompt, Caller("third")))  # in the place of acme's newest
+    calls.append(engine.probe(prompt, Caller("third")))  # replaces the newest call of acme
     for call in (lambda: engine.purge(tenant="acme"), lambda: engine.stats(tenant="acme")):
         with pytest.raises(QueueFull):
             call()
@@ -187,7 +190,7 @@ def test_an_idle_engine_expires_held_leases(engine: Engine) -> None:
         engine.release(held.lease_id).result(PATIENCE_S)
 
 
-def test_draining_finishes_running_requests_and_refuses_new_ones(engine: Engine, runner: GatedRunner) -> None:
+def test_a_drain_finishes_running_requests_and_refuses_new_ones(engine: Engine, runner: GatedRunner) -> None:
     runner.gate.clear()
     running = engine.prefill(params(range(20)))
     assert runner.entered.wait(PATIENCE_S)
@@ -203,7 +206,7 @@ def test_draining_finishes_running_requests_and_refuses_new_ones(engine: Engine,
     assert running.result(0).usage.prompt_tokens == 20
 
 
-def test_draining_cancels_what_does_not_finish(engine: Engine, runner: GatedRunner) -> None:
+def test_a_drain_cancels_requests_that_do_not_end_in_time(engine: Engine, runner: GatedRunner) -> None:
     runner.gate.clear()
     running = engine.prefill(params(range(20)))
     assert engine.drain(0.01) is False
@@ -273,11 +276,13 @@ def test_a_prefill_has_no_decoding_time(engine: Engine) -> None:
 
 
 def test_a_generation_that_can_never_fit_is_refused_immediately(engine: Engine) -> None:
-    most = (NUM_BLOCKS - 1) * BLOCK_SIZE
-    result = engine.generate(params(range(4)), Sampling(most - 4), lambda _: None).result(PATIENCE_S)
-    assert len(result.token_ids) == most - 4
-    with pytest.raises(PromptTooLong, match=f"expected at most {most} tokens together, got 4 and {most - 3}"):
-        engine.generate(params(range(4)), Sampling(most - 3), lambda _: None)
+    max_tokens = (NUM_BLOCKS - 1) * BLOCK_SIZE  # a generation continues in a copy of the last block of its prompt
+    result = engine.generate(params(range(4)), Sampling(max_tokens - 4), lambda _: None).result(PATIENCE_S)
+    assert len(result.token_ids) == max_tokens - 4
+    with pytest.raises(
+        PromptTooLong, match=f"expected at most {max_tokens} tokens together, got 4 and {max_tokens - 3}"
+    ):
+        engine.generate(params(range(4)), Sampling(max_tokens - 3), lambda _: None)
 
 
 def test_a_step_that_hangs_fails_all_requests_until_it_ends(runner: GatedRunner, clock: FakeClock) -> None:
@@ -324,7 +329,7 @@ def test_a_public_prefix_whose_step_hangs_leaves_nothing_behind(runner: GatedRun
 def test_nothing_waits_for_a_step_that_hangs(
     runner: GatedRunner, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drain that waited would run into the limit of every test."""
+    """A drain that waited would exceed the time limit of the test."""
     monkeypatch.setattr("radixkv.engine.engine._STOP_TIMEOUT_S", 0.1)
     engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(step_timeout_s=30))
     engine.start()
@@ -399,7 +404,7 @@ def test_a_thread_that_dies_fails_all_requests_and_calls(
         engine.prefill(params(range(4)))
     clock.now_s += 2
     time.sleep(0.2)  # the watchdog checks every 0.05 s
-    (record,) = caplog.records  # the step that raised is over
+    (record,) = caplog.records  # and not of the watchdog: the step that raised is over
     assert record.message.startswith("the engine's thread failed")
     assert "ZeroDivisionError" in caplog.text
     engine.stop()
@@ -478,29 +483,29 @@ def test_a_deadline_that_is_not_finite_is_refused(engine: Engine) -> None:
         engine.prefill(params(range(4), deadline_s=float("nan")))
 
 
-def test_steps_that_fail_in_a_row_make_it_unhealthy_until_one_works(
+def test_steps_that_fail_in_a_row_make_the_engine_unhealthy_until_one_succeeds(
     runner: GatedRunner, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("radixkv.engine.engine._RETRY_PERIOD_S", 0.01)
     engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(step_timeout_s=30))
     engine.start()
     is_broken, run = True, runner.run
-    tries: list[int] = []
+    num_chunks: list[int] = []  # of each step that was tried
 
-    def fail(chunks):  # type: ignore[no-untyped-def]
-        tries.append(len(chunks))
+    def run_if_not_broken(chunks):  # type: ignore[no-untyped-def]
+        num_chunks.append(len(chunks))
         if is_broken:
             raise RuntimeError("device")
         return run(chunks)
 
-    runner.run = fail  # type: ignore[method-assign]
+    runner.run = run_if_not_broken  # type: ignore[method-assign]
     for num_failed in (1, 2, 3):
         assert engine.is_healthy
         with pytest.raises(StepFailed):
             engine.prefill(params(range(num_failed, 8))).result(PATIENCE_S)
-    tries.clear()
-    wait_until(lambda: len(tries) > 3)
-    assert not engine.is_healthy, "its own trial steps fail as well"
+    num_chunks.clear()
+    wait_until(lambda: len(num_chunks) > 3)
+    assert not engine.is_healthy, "the trial steps of the engine fail as well"
     assert engine.can_recover
     clock.now_s += 31
     assert not engine.can_recover, "the trial steps have failed for too long"
@@ -514,11 +519,11 @@ def test_steps_that_fail_in_a_row_make_it_unhealthy_until_one_works(
 
 def test_a_stopped_engine_refuses_everything(runner: GatedRunner) -> None:
     engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
-    assert engine.can_recover, "it has not been started yet"
+    assert engine.can_recover, "the engine has not been started yet"
     engine.start()
     engine.stop()
     assert not engine.is_healthy
-    assert engine.can_recover, "it was stopped on purpose, at the end of a drain"
+    assert engine.can_recover, "the engine was stopped on purpose"
     with pytest.raises(Draining):
         engine.prefill(params(range(4)))
     with pytest.raises(Draining):
@@ -527,9 +532,9 @@ def test_a_stopped_engine_refuses_everything(runner: GatedRunner) -> None:
 
 def test_many_threads_get_their_own_results(engine: Engine) -> None:
     rng = np.random.default_rng(0)
-    wrong: list[bytes] = []
+    wrongly_answered: list[bytes] = []
 
-    def work(prompts: list[bytes]) -> None:
+    def prefill_all(prompts: list[bytes]) -> None:
         for prompt in prompts:
             while True:
                 try:
@@ -538,20 +543,21 @@ def test_many_threads_get_their_own_results(engine: Engine) -> None:
                 except QueueFull:
                     time.sleep(0.001)
             if answer.next_token_id != next_token(prompt):
-                wrong.append(prompt)
+                wrongly_answered.append(prompt)
 
-    shared = rng.integers(0, 5, 40)
-    prompts = [
-        [tokens([*shared[: rng.integers(0, 40)], *rng.integers(0, 5, rng.integers(1, 20))]) for _ in range(25)]
-        for _ in range(4)
-    ]
-    threads = [threading.Thread(target=work, args=(mine,)) for mine in prompts]
+    shared_ids = rng.integers(0, 5, 40)
+
+    def random_prompt() -> bytes:
+        return tokens([*shared_ids[: rng.integers(0, 40)], *rng.integers(0, 5, rng.integers(1, 20))])
+
+    prompts_by_thread = [[random_prompt() for _ in range(25)] for _ in range(4)]
+    threads = [threading.Thread(target=prefill_all, args=(prompts,)) for prompts in prompts_by_thread]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wrong == []
+    assert wrongly_answered == []
     engine.check().result(PATIENCE_S)
     load = engine.load().result(PATIENCE_S)
-    assert load.requests.finished == 100
+    assert load.requests.finished == 4 * 25
     assert load.blocks.leased == 0

@@ -1,4 +1,4 @@
-"""Hints: what an action addresses, and what its outcome says. Blocks have four tokens."""
+"""Hints: which tokens an action addresses, and what its outcome says. Blocks have four tokens."""
 
 from __future__ import annotations
 
@@ -22,49 +22,45 @@ PLAIN = Namespace("model", "acme")
 LORA = Namespace("model", "acme", "lora")
 SALTED = Namespace("model", "acme", "lora", "salt")
 OTHER = Namespace("model", "other", "lora")
-TEXT = "aaaabbbbcc"
+TEXT = "aaaabbbbcc"  # one token per character, in three blocks
 
 
-class Hinted:
+class HintedCache:
     """A cache with one text in several namespaces, and hints of the tenant acme."""
 
     def __init__(self, *, has_tiers: bool = True) -> None:
         self.cache = PrefixCache(64, 4, clock=FakeClock(), marks=InvocationMarks())
         for namespace in (PLAIN, LORA, SALTED, OTHER):
             publish(self.cache, TEXT, namespace)
-        self.loads: list[tuple[Namespace, bytes, str]] = []
-        self.hints = HintApplier(self.cache, self.cache.retain, self._load if has_tiers else None)
-
-    def _load(self, *load: Any) -> int:
-        self.loads.append(load)
-        return 8
+        self.hints = HintApplier(self.cache, self.cache.retain, (lambda *_: 0) if has_tiers else None)
 
     def apply(self, action_type: str, text: str = "", namespace: Namespace = PLAIN, **payload: Any) -> HintOutcome:
-        """Apply an action as a call of Hint does."""
+        """Apply one action, whose hint names the prompt `text` if this is not empty."""
         prompt = PromptKey(namespace, spell(text)) if text else None
         actions = [HintAction("1", action_type, "1.0", payload)]
         (outcome,) = all_slices(self.hints.apply_in_slices(actions, "acme", prompt, digest_of))
         self.cache.check()
         return outcome
 
-    def left(self) -> set[Namespace]:
+    def cached_namespaces(self) -> set[Namespace]:
         return {namespace for namespace in (PLAIN, LORA, SALTED, OTHER) if cached(self.cache, TEXT, namespace)}
 
 
 def digest_of(name: str) -> str:
+    """Resolve the name of an adapter, of which only "sql" is loaded."""
     if name not in ("", "sql"):
         raise UnknownAdapter("adapter: expected the name of a loaded adapter, got an unknown one")
     return "lora" if name else ""
 
 
 @pytest.fixture
-def hinted() -> Hinted:
-    return Hinted()
+def hinted() -> HintedCache:
+    return HintedCache()
 
 
 @pytest.mark.parametrize("action_type", ["kv.release", "kv.evict", "kv.demote"])
 @pytest.mark.parametrize(
-    ("payload", "gone"),
+    ("payload", "released"),
     [
         ({"adapter": "sql"}, {LORA, SALTED}),
         ({"adapter": "sql", "salt": ""}, {LORA}),
@@ -73,26 +69,26 @@ def hinted() -> Hinted:
     ],
 )
 def test_an_action_may_address_an_adapter_or_a_salt(
-    hinted: Hinted, action_type: str, payload: dict[str, str], gone: set[Namespace]
+    hinted: HintedCache, action_type: str, payload: dict[str, str], released: set[Namespace]
 ) -> None:
     outcome = hinted.apply(action_type, **payload)
-    assert outcome == HintOutcome("1", HintStatus.ACCEPTED, "", 12 * len(gone))  # in whole blocks
-    assert hinted.left() == {PLAIN, LORA, SALTED, OTHER} - gone
-    assert hinted.cache.num_evicted_blocks == (3 * len(gone) if action_type == "kv.demote" else 0)
+    assert outcome == HintOutcome("1", HintStatus.ACCEPTED, "", 12 * len(released))  # in whole blocks
+    assert hinted.cached_namespaces() == {PLAIN, LORA, SALTED, OTHER} - released
+    assert hinted.cache.num_evicted_blocks == (3 * len(released) if action_type == "kv.demote" else 0)
 
 
-def test_blocks_of_an_adapter_that_requests_use_stay(hinted: Hinted) -> None:
+def test_blocks_of_an_adapter_that_requests_use_stay(hinted: HintedCache) -> None:
     with hinted.cache.lease(LORA, spell(TEXT)):
         outcome = hinted.apply("kv.release", adapter="sql")
         assert outcome == HintOutcome("1", HintStatus.CLIPPED, "some tokens stay, because requests use them", 12)
         assert hinted.apply("kv.release", adapter="sql").status is HintStatus.REFUSED
         assert not hinted.apply("kv.release", adapter="sql").is_missing
-    assert hinted.left() == {PLAIN, LORA, OTHER}
+    assert hinted.cached_namespaces() == {PLAIN, LORA, OTHER}
 
 
-def test_retentions_of_an_adapter_are_bounded_like_others(hinted: Hinted) -> None:
+def test_retentions_of_an_adapter_are_bounded_like_others(hinted: HintedCache) -> None:
     outcome = hinted.apply("kv.retain", adapter="sql", priority=20)
-    assert outcome == HintOutcome("1", HintStatus.ACCEPTED, "", 20)
+    assert outcome == HintOutcome("1", HintStatus.ACCEPTED, "", 2 * len(TEXT))  # in LORA and in SALTED
     assert {node.priority for node in hinted.cache.nodes() if node.owner.namespace in (LORA, SALTED)} == {20}
     assert {node.priority for node in hinted.cache.nodes() if node.owner.namespace in (PLAIN, OTHER)} == {50}
     hinted.cache._retained.max_blocks = 3
@@ -126,49 +122,49 @@ def test_retentions_of_an_adapter_are_bounded_like_others(hinted: Hinted) -> Non
     ],
 )
 def test_an_action_that_is_wrong_is_refused_with_the_reason(
-    hinted: Hinted, action_type: str, payload: dict[str, Any], reason: str
+    hinted: HintedCache, action_type: str, payload: dict[str, Any], reason: str
 ) -> None:
     outcome = hinted.apply(action_type, TEXT, **payload)
     assert outcome.status is HintStatus.REFUSED
     assert outcome.reason.startswith(reason)
     assert not outcome.is_missing
-    assert hinted.left() == {PLAIN, LORA, SALTED, OTHER}
+    assert hinted.cached_namespaces() == {PLAIN, LORA, SALTED, OTHER}
 
 
-def test_an_invoked_adapter_has_no_namespace(hinted: Hinted) -> None:
+def test_an_invoked_adapter_has_no_namespace(hinted: HintedCache) -> None:
     hinted.cache.marks.add("lora")
     outcome = hinted.apply("kv.release", adapter="sql")
     assert outcome.reason == "payload.adapter: it is invoked in prompts of the base model, so it has no namespace"
 
 
-def test_the_hints_of_a_request_address_no_adapter(hinted: Hinted) -> None:
+def test_the_hints_of_a_request_address_no_adapter(hinted: HintedCache) -> None:
     actions = [HintAction("1", "kv.release", "1.0", {"adapter": "sql"})]
     (outcome,) = hinted.hints.apply(actions, "acme", PromptKey(LORA, spell(TEXT)))
     assert outcome.reason == (
         "payload.adapter: the hints of a request address its prompt or a session; use the method Hint"
     )
-    assert hinted.left() == {PLAIN, LORA, SALTED, OTHER}
+    assert hinted.cached_namespaces() == {PLAIN, LORA, SALTED, OTHER}
 
 
 def test_an_adapter_is_dropped_only_with_tiers_to_save_to() -> None:
-    hinted = Hinted(has_tiers=False)
+    hinted = HintedCache(has_tiers=False)
     outcome = hinted.apply("kv.demote", adapter="sql")
     assert outcome.reason == "there are no tiers to save to; kv.release frees the blocks"
-    assert hinted.left() == {PLAIN, LORA, SALTED, OTHER}
+    assert hinted.cached_namespaces() == {PLAIN, LORA, SALTED, OTHER}
 
 
-def test_steps_may_run_between_the_slices_of_an_action(hinted: Hinted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_may_run_between_the_slices_of_an_action(hinted: HintedCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "_MAX_CHANGED_NODES", 1)
     actions = [HintAction("1", "kv.retain", "1.0", {"adapter": "sql", "priority": 20})]
     slices = hinted.hints.apply_in_slices(actions, "acme", None, digest_of)
     next(slices)
     assert [node.priority for node in hinted.cache.nodes()].count(20) == 1
-    assert hinted.cache.evict(64) == 12
+    assert hinted.cache.evict(64) == 12, "three blocks in each of four namespaces"
     (outcome,) = all_slices(slices)
     assert (outcome.status, outcome.tokens) == (HintStatus.ACCEPTED, 10)
 
 
-def test_shared_tokens_belong_to_no_session(hinted: Hinted) -> None:
+def test_shared_tokens_belong_to_no_session(hinted: HintedCache) -> None:
     cache = hinted.cache
     with cache.lease(PLAIN, spell("xxxxyyyyzz"), session_id="s") as lease:
         lease.commit(10)
@@ -187,7 +183,7 @@ def test_shared_tokens_belong_to_no_session(hinted: Hinted) -> None:
     ("action_type", "payload"), [("kv.retain", {"priority": 60}), ("kv.await", {"awaits": "tool"})]
 )
 def test_a_session_with_too_many_branches_is_changed_in_part(
-    hinted: Hinted, monkeypatch: pytest.MonkeyPatch, action_type: str, payload: dict[str, Any]
+    hinted: HintedCache, monkeypatch: pytest.MonkeyPatch, action_type: str, payload: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(hints, "_MAX_ENDS", 2)
     for text in ("xxxxaaaa", "xxxxbbbb", "xxxxcccc"):
@@ -198,7 +194,7 @@ def test_a_session_with_too_many_branches_is_changed_in_part(
     assert outcome.reason == "only 2 of the session's 3 branches are changed"
 
 
-def test_a_session_shares_what_only_it_has_used(hinted: Hinted) -> None:
+def test_a_session_shares_what_only_it_has_used(hinted: HintedCache) -> None:
     with hinted.cache.lease(PLAIN, spell("xxxxyyyy"), session_id="s") as lease:
         lease.commit(8)
     outcome = hinted.apply("kv.share", session_id="s", end=4)
@@ -220,7 +216,7 @@ def test_a_session_shares_what_only_it_has_used(hinted: Hinted) -> None:
         ("kv.retain", {"salt": "unknown", "priority": 60}),
     ],
 )
-def test_an_outcome_says_that_nothing_is_cached(hinted: Hinted, action_type: str, payload: dict[str, Any]) -> None:
+def test_an_outcome_says_that_nothing_is_cached(hinted: HintedCache, action_type: str, payload: dict[str, Any]) -> None:
     outcome = hinted.apply(action_type, "unknown", **payload)
     assert (outcome.status, outcome.tokens, outcome.is_missing) == (HintStatus.REFUSED, 0, True)
     assert outcome.reason

@@ -1,4 +1,4 @@
-"""What the engine knows about a prompt, for its explanation."""
+"""Look-ups: what the engine returns about a prompt, from which misses are explained."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_time_per_token_is_that_of_requests_that_compute_many() -> None:
     bench = Bench(num_blocks=200, max_step_tokens=1000)
     assert bench.core.look_up(FAKE, tokens([1])).token_s is None
     run = bench.runner.run
-    computed = []
+    num_computed = []
     for start, length, seconds in ((0, 127, 50.0), (1000, 128, 12.8), (2000, 200, 40.0)):
 
         def run_slowly(chunks: Sequence[Chunk], seconds: float = seconds) -> StepResult:
@@ -39,8 +39,11 @@ def test_the_time_per_token_is_that_of_requests_that_compute_many() -> None:
             return run(chunks)
 
         bench.runner.run = run_slowly  # type: ignore[method-assign]
-        computed.append(bench.prefill(range(start, start + length)).usage.computed_tokens)
-    assert computed == [127, 128, 200]
-    assert bench.core.look_up(Namespace("fake", "other"), tokens([1])).token_s is None  # times of other tenants
+        num_computed.append(bench.prefill(range(start, start + length)).usage.computed_tokens)
+    assert num_computed == [127, 128, 200]
+    assert (
+        bench.core.look_up(Namespace("fake", "other"), tokens([1])).token_s is None
+    )  # another tenant, without measurements
+    # 127 tokens are too few to be measured. The weight of earlier requests falls by 5 % with each new one.
     expected = (0.95 * 12.8 + 40.0) / (0.95 * 128 + 200)
     assert bench.core.look_up(FAKE, tokens([1])).token_s == pytest.approx(expected)

@@ -19,13 +19,19 @@ from tests.patience import wait_until
 
 
 class Recorder(MissProfiler):
-    """A profiler that only keeps what it gets. Its thread is not started."""
+    """A profiler that only keeps what it receives. Its thread is not started.
+
+    Attributes:
+        prompts: the admitted prompts.
+        segments: tenant, tokens and place of each segment.
+        prefill_seconds: the duration of each step, as far as it was spent on prompts.
+    """
 
     def __init__(self) -> None:
         super().__init__(1.0)
         self.prompts: list[AdmittedPrompt] = []
         self.segments: list[tuple[str, bytes, int]] = []
-        self.steps: list[float] = []
+        self.prefill_seconds: list[float] = []
 
     def add_prompt(self, prompt: AdmittedPrompt) -> None:
         self.prompts.append(prompt)
@@ -34,10 +40,10 @@ class Recorder(MissProfiler):
         self.segments.append((tenant, tokens, place))
 
     def add_step(self, seconds: float) -> None:
-        self.steps.append(seconds)
+        self.prefill_seconds.append(seconds)
 
 
-class Fed:
+class FeedBench:
     """An engine core that feeds a recorder."""
 
     def __init__(self, **options: object) -> None:
@@ -49,18 +55,18 @@ class Fed:
     def require_all_passed(self) -> None:
         """Check that every cached token was passed with the place of the node that has it now."""
         passed: dict[int, set[int]] = {}  # token ids by place
-        for _, run, place in self.recorder.segments:
-            passed.setdefault(place, set()).update(np.frombuffer(run, "<u4").tolist())
+        for _, segment_tokens, place in self.recorder.segments:
+            passed.setdefault(place, set()).update(np.frombuffer(segment_tokens, "<u4").tolist())
         for node in self.bench.cache.nodes():
             assert set(np.frombuffer(node.tokens, "<u4").tolist()) <= passed[node.place]
 
 
 @pytest.fixture
-def fed() -> Fed:
-    return Fed()
+def fed() -> FeedBench:
+    return FeedBench()
 
 
-def test_a_prompt_is_passed_as_it_was_admitted(fed: Fed) -> None:
+def test_a_prompt_is_passed_as_it_was_admitted(fed: FeedBench) -> None:
     fed.bench.prefill(range(10), tenant="a", session_id="s")
     fed.bench.prefill(range(10), tenant="a")
     fed.bench.prefill([0, 1, 2, 3, 77], tenant="b")
@@ -75,7 +81,7 @@ def test_a_prompt_is_passed_as_it_was_admitted(fed: Fed) -> None:
 
 @pytest.mark.parametrize("max_step_tokens", [4, 7, 512])
 def test_all_tokens_are_passed_however_a_prompt_is_computed(max_step_tokens: int) -> None:
-    fed = Fed(max_step_tokens=max_step_tokens)
+    fed = FeedBench(max_step_tokens=max_step_tokens)
     fed.bench.prefill(range(30), tenant="a")
     fed.bench.generate(range(40, 60), 12, tenant="a")
     fed.bench.run()
@@ -85,7 +91,7 @@ def test_all_tokens_are_passed_however_a_prompt_is_computed(max_step_tokens: int
     assert {tenant for tenant, _, _ in fed.recorder.segments} == {"a"}
 
 
-def test_prompts_that_run_at_the_same_time_are_passed(fed: Fed) -> None:
+def test_prompts_that_run_at_the_same_time_are_passed(fed: FeedBench) -> None:
     futures = [fed.bench.submit([*range(16), *range(100 * each, 100 * each + 20)], tenant="a") for each in range(1, 4)]
     fed.bench.run()
     assert all(future.done() for future in futures)
@@ -94,7 +100,7 @@ def test_prompts_that_run_at_the_same_time_are_passed(fed: Fed) -> None:
 
 
 def test_a_preempted_request_is_counted_once() -> None:
-    fed = Fed(num_blocks=12)
+    fed = FeedBench(num_blocks=12)
     futures = [fed.bench.generate(range(100 * each, 100 * each + 10), 20) for each in range(2)]
     fed.bench.run()
     assert all(future.done() for future in futures)
@@ -103,7 +109,7 @@ def test_a_preempted_request_is_counted_once() -> None:
 
 
 def test_only_the_time_of_prefills_is_reported() -> None:
-    fed = Fed()
+    fed = FeedBench()
     run = fed.bench.runner.run
 
     def run_slowly(chunks):  # type: ignore[no-untyped-def]
@@ -113,21 +119,22 @@ def test_only_the_time_of_prefills_is_reported() -> None:
     fed.bench.runner.run = run_slowly  # type: ignore[method-assign]
     fed.bench.generate(range(10), 5)
     fed.bench.run()
-    assert fed.recorder.steps == [1.0]
+    assert fed.recorder.prefill_seconds == [1.0]
     generating = fed.bench.generate(range(50, 60), 5)
     while not generating.streamed:  # type: ignore[attr-defined]
         fed.bench.core.step()
     fed.bench.prefill(range(100, 103))
-    assert fed.recorder.steps == [1.0, 1.0, 0.75]
+    # In the last step, three of four tokens are those of a prompt.
+    assert fed.recorder.prefill_seconds == [1.0, 1.0, 0.75]
 
 
-def test_the_engines_own_prompts_are_not_passed(fed: Fed) -> None:
+def test_the_engines_own_prompts_are_not_passed(fed: FeedBench) -> None:
     fed.bench.prefill(range(10), tenant=PUBLIC_TENANT)
     assert (fed.recorder.prompts, fed.recorder.segments) == ([], [])
 
 
 def test_a_segment_that_was_evicted_before_the_request_ended_is_not_passed() -> None:
-    fed = Fed(num_blocks=8)
+    fed = FeedBench(num_blocks=8)
     fed.bench.prefill(range(20))
     fed.recorder.segments.clear()
     leaf = next(iter(fed.bench.cache.nodes()))
@@ -137,8 +144,8 @@ def test_a_segment_that_was_evicted_before_the_request_ended_is_not_passed() -> 
     assert fed.recorder.segments == []
 
 
-def test_it_is_passed_for_whom_a_prompt_was_evicted() -> None:
-    fed = Fed(num_blocks=320, max_step_tokens=1000)
+def test_an_evicted_prompt_is_passed_with_whether_its_own_tenant_evicted_it() -> None:
+    fed = FeedBench(num_blocks=320, max_step_tokens=1000)
     for tenant, start in (("a", 1000), ("b", 2000), ("b", 3000), ("b", 2000), ("a", 1000)):
         fed.bench.prefill(range(start, start + 800), tenant=tenant)
     evicted = [each for each in fed.recorder.prompts if each.miss_reason is MissReason.EVICTED]
@@ -153,6 +160,8 @@ def profiler() -> Iterator[MissProfiler]:
 
 
 def start(profiler: MissProfiler, bench: Bench) -> None:
+    """Start a profiler that looks up branches in the core of a bench."""
+
     def find_branches(places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
         future: Future[Branches] = Future()
         future.set_result(bench.core.branches_at(places, tenant, session_id))
@@ -161,7 +170,7 @@ def start(profiler: MissProfiler, bench: Bench) -> None:
     profiler.start(find_branches)
 
 
-def test_the_profiler_finds_what_differs_from_what_the_engine_has_cached(profiler: MissProfiler) -> None:
+def test_the_profiler_finds_how_prompts_differ_from_those_that_the_engine_has_cached(profiler: MissProfiler) -> None:
     feed = MissFeed(profiler)
     bench = Bench(num_blocks=400, max_step_tokens=64, observers=[feed], listeners=[feed])
     feed.cache = bench.cache
@@ -170,7 +179,7 @@ def test_the_profiler_finds_what_differs_from_what_the_engine_has_cached(profile
     for head, tenant in ((1, "a"), (2, "a"), (3, "b"), (4, "a")):
         profiler.add_step(1.0)
         future = bench.submit([head, head + 50, *body, head + 90], tenant=tenant)
-        bench.core.step()  # which admits it
+        bench.core.step()  # admits the request
         wait_until(lambda: not profiler.is_busy)
         bench.run()
         assert future.done()
@@ -183,7 +192,7 @@ def test_the_profiler_finds_what_differs_from_what_the_engine_has_cached(profile
     assert report.counts.first_prompts == 2
 
 
-def test_a_shared_passage_is_found_after_the_prompt_that_brought_it_was_evicted(profiler: MissProfiler) -> None:
+def test_a_shared_passage_is_found_after_the_end_of_its_first_prompt_was_evicted(profiler: MissProfiler) -> None:
     """The passage is the upper half of a node whose lower half, with the place of both, is evicted."""
     feed = MissFeed(profiler)
     bench = Bench(num_blocks=400, observers=[feed], listeners=[feed])

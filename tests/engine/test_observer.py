@@ -42,7 +42,7 @@ class Recorder(Observer):
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
         self.events.append(("request_ended", request.arrival, outcome, type(error)))
 
-    def of(self, event: str) -> list[tuple[object, ...]]:
+    def entries_of(self, event: str) -> list[tuple[object, ...]]:
         return [recorded[1:] for recorded in self.events if recorded[0] == event]
 
 
@@ -53,7 +53,7 @@ def test_steps_are_reported_with_their_prefill_and_decode_tokens() -> None:
     bench.core.step()
     bench.submit(range(100, 105))
     bench.run()
-    assert recorder.of("step_done") == [(1, 8, 0), (2, 5, 1), (1, 0, 1)]
+    assert recorder.entries_of("step_done") == [(1, 8, 0), (2, 5, 1), (1, 0, 1)]
 
 
 def test_only_the_first_admission_of_a_request_is_reported() -> None:
@@ -62,8 +62,8 @@ def test_only_the_first_admission_of_a_request_is_reported() -> None:
     for number in range(2):
         bench.generate(range(100 * number, 100 * number + 10), 20)
     bench.run()
-    assert recorder.of("request_preempted")
-    assert recorder.of("request_admitted") == [(0,), (1,)]
+    assert recorder.entries_of("request_preempted")
+    assert recorder.entries_of("request_admitted") == [(0,), (1,)]
 
 
 def test_every_end_is_reported_with_its_reason() -> None:
@@ -76,13 +76,13 @@ def test_every_end_is_reported_with_its_reason() -> None:
     bench.runner.fail_next = RuntimeError("broken")
     bench.submit(range(8))
     bench.run()
-    assert recorder.of("request_ended") == [
+    assert recorder.entries_of("request_ended") == [
         (0, Outcome.FINISHED, type(None)),
         (1, Outcome.CANCELLED, type(None)),
         (2, Outcome.FAILED, OutOfBlocks),
         (3, Outcome.FAILED, StepFailed),
     ]
-    assert recorder.of("step_failed") == [(1,)]
+    assert recorder.entries_of("step_failed") == [(1,)]
 
 
 def test_preemptions_are_reported() -> None:
@@ -91,9 +91,9 @@ def test_preemptions_are_reported() -> None:
     for start in (0, 50, 100):
         bench.generate(range(start, start + 8), 16)
     bench.run()
-    preemptions = recorder.of("request_preempted")
+    preemptions = recorder.entries_of("request_preempted")
     assert len(preemptions) == bench.core.stats.load().requests.pauses > 0
-    assert (0,) not in preemptions, "the oldest is never preempted"
+    assert (0,) not in preemptions, "the oldest request is never preempted"
 
 
 def test_refusals_before_queueing_are_reported_and_nothing_else_is() -> None:

@@ -16,13 +16,13 @@ from radixkv.compute.runner import Launch, StepResult, Wait
 from radixkv.engine.observer import Observer
 from radixkv.errors import StepFailed
 from tests.core_bench import BLOCK_SIZE, Bench
-from tests.fake_runner import next_token, tokens
+from tests.fake_runner import continuation, tokens
 
 PROMPT = range(10)
 
 
-class Activations:
-    """Memory that a forward pass allocates."""
+class Allocation:
+    """Stands in for memory that a forward pass allocates."""
 
 
 class EventLog:
@@ -44,11 +44,11 @@ class EventLog:
         self.entries.append("start")
         wait = self._begin(chunks)
 
-        def noted() -> StepResult:
+        def record_and_wait() -> StepResult:
             self.entries.append("wait")
             return wait()
 
-        return noted
+        return record_and_wait
 
     def of_next_step(self) -> list[str]:
         """Compute one step of the engine. Returns its entries."""
@@ -57,8 +57,8 @@ class EventLog:
         return list(self.entries)
 
 
-def decoding(bench: Bench, count: int = 30) -> tuple[Future[GenerateResult], EventLog]:
-    """A request that has streamed two tokens, and a running step that computes the third."""
+def start_decoding(bench: Bench, count: int = 30) -> tuple[Future[GenerateResult], EventLog]:
+    """Start a generation, and return while its third token is computed. Two have been streamed and logged."""
     log = EventLog(bench)
     future = bench.generate(PROMPT, count, on_tokens=lambda _: log.entries.append("stream"))
     assert log.of_next_step() == ["start", "wait", "stream"]
@@ -66,35 +66,33 @@ def decoding(bench: Bench, count: int = 30) -> tuple[Future[GenerateResult], Eve
     return future, log
 
 
-def expected(count: int) -> tuple[int, ...]:
-    path = list(PROMPT)
-    for _ in range(count):
-        path.append(next_token(tokens(path)))
-    return tuple(path[len(PROMPT) :])
+def expected_tokens(count: int) -> tuple[int, ...]:
+    """Return the first tokens that the fake model generates after `PROMPT`."""
+    return continuation(PROMPT, count)
 
 
 def test_the_device_has_its_next_step_before_a_token_is_streamed() -> None:
     bench = Bench()
-    future, log = decoding(bench)
+    future, log = start_decoding(bench)
     for _ in range(27):
         assert log.of_next_step() == ["prepare", "wait", "start", "stream"]
-    assert log.of_next_step() == ["wait"], "its length is known before"
-    assert future.result(0).token_ids == expected(30)
+    assert log.of_next_step() == ["wait"], "no step follows, since the length is known in advance"
+    assert future.result(0).token_ids == expected_tokens(30)
     assert bench.runner.steps == [[(0, 10)], *[[(n, n + 1)] for n in range(10, 39)]], (
-        "and no token is computed without need"
+        "each token except the last is computed once"
     )
 
 
 def test_the_blocks_of_requests_that_end_are_free_before_the_next_step() -> None:
     bench = Bench()
     log = EventLog(bench)
-    last = expected(4)[-1]
+    last = expected_tokens(4)[-1]
     short, long = bench.generate(PROMPT, 9, stop_token_ids=frozenset({last})), bench.generate(range(50, 60), 8)
     assert log.of_next_step() == ["start", "wait"]
     assert log.of_next_step() == ["start", "prepare", "wait", "start"]
     assert log.of_next_step() == ["prepare", "wait", "start"]
     assert log.of_next_step() == ["prepare", "wait"]
-    assert short.result(0).token_ids == expected(4)
+    assert short.result(0).token_ids == expected_tokens(4)
     bench.run()
     assert long.done()
     assert bench.cache.pool.num_leased == 0
@@ -115,7 +113,7 @@ def test_tokens_count_for_their_tenant_whenever_their_step_was_started() -> None
     assert served[0] == served[1]
 
 
-def test_a_step_takes_from_its_start_until_it_was_waited_for() -> None:
+def test_the_duration_of_a_step_is_measured_from_its_start_to_the_end_of_the_wait() -> None:
     seconds: list[float] = []
 
     class Stopwatch(Observer):
@@ -123,7 +121,7 @@ def test_a_step_takes_from_its_start_until_it_was_waited_for() -> None:
             seconds.append(took_s)
 
     bench = Bench(observers=[Stopwatch()])
-    _, log = decoding(bench)
+    _, log = start_decoding(bench)
     for number in range(1, 5):
         bench.clock.now_s += number
         assert log.of_next_step() == ["prepare", "wait", "start", "stream"]
@@ -131,40 +129,40 @@ def test_a_step_takes_from_its_start_until_it_was_waited_for() -> None:
 
 
 class TestAPreparedStepIsDiscarded:
-    """Something happens while the step before it is computed."""
+    """Because of something that happens while the step before it is computed."""
 
-    def while_it_is_computed(self, bench: Bench, happens: Callable[[], object]) -> None:
+    def act_during_next_run(self, bench: Bench, action: Callable[[], object]) -> None:
         run = bench.runner.run
 
-        def run_and_happen(chunks: Sequence[Chunk]) -> StepResult:
+        def act_and_run(chunks: Sequence[Chunk]) -> StepResult:
             bench.runner.run = run  # type: ignore[method-assign]
-            happens()
+            action()
             return run(chunks)
 
-        bench.runner.run = run_and_happen  # type: ignore[method-assign]
+        bench.runner.run = act_and_run  # type: ignore[method-assign]
 
     def test_after_a_cancel(self) -> None:
         bench = Bench()
-        future, log = decoding(bench)
-        self.while_it_is_computed(bench, future.cancel)
+        future, log = start_decoding(bench)
+        self.act_during_next_run(bench, future.cancel)
         assert log.of_next_step() == ["prepare", "wait", "stream"]
         bench.core.step()
         assert bench.cache.pool.num_leased == 0
 
     def test_after_an_arrival(self) -> None:
         bench = Bench()
-        future, log = decoding(bench)
-        self.while_it_is_computed(bench, lambda: setattr(bench, "has_pending_calls", True))
+        future, log = start_decoding(bench)
+        self.act_during_next_run(bench, lambda: setattr(bench, "has_pending_calls", True))
         assert log.of_next_step() == ["prepare", "wait", "stream"]
         second = bench.submit(range(50, 60))
         bench.run()
         assert second.done()
-        assert future.result(0).token_ids == expected(30)
+        assert future.result(0).token_ids == expected_tokens(30)
 
-    def test_when_one_of_several_ends_where_a_block_does(self) -> None:
-        """The block for its next token is freed, and the other one continues with the block that it got."""
+    def test_when_one_of_two_requests_ends_at_the_end_of_a_block(self) -> None:
+        """The block for its next token is freed. The other request continues in the block that was reserved for it."""
         bench = Bench(num_blocks=16)
-        last = expected(3)[-1]
+        last = expected_tokens(3)[-1]
         short = bench.generate(PROMPT, 9, stop_token_ids=frozenset({last}))
         long = bench.generate(range(50, 60), 6)
         log = EventLog(bench)
@@ -178,14 +176,14 @@ class TestAPreparedStepIsDiscarded:
 
     def test_when_values_are_not_finite(self) -> None:
         bench = Bench()
-        future, log = decoding(bench)
-        bench.runner.not_finite = tokens([*PROMPT, *expected(2)])
+        future, log = start_decoding(bench)
+        bench.runner.not_finite = tokens([*PROMPT, *expected_tokens(2)])
         assert log.of_next_step() == ["prepare", "wait"]
         assert isinstance(future.exception(0), StepFailed)
 
     def test_when_a_step_fails(self) -> None:
         bench = Bench()
-        future, log = decoding(bench)
+        future, log = start_decoding(bench)
         bench.runner.fail_next = RuntimeError("device lost")
         assert log.of_next_step() == ["prepare", "wait"]
         assert isinstance(future.exception(0), StepFailed)
@@ -195,7 +193,7 @@ class TestAPreparedStepIsDiscarded:
 
 def test_a_step_that_cannot_be_prepared_is_scheduled_as_usual(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
-    future, log = decoding(bench)
+    future, log = start_decoding(bench)
 
     def fail(chunks: Sequence[Chunk]) -> Launch:
         raise RuntimeError("no pinned memory")
@@ -205,7 +203,7 @@ def test_a_step_that_cannot_be_prepared_is_scheduled_as_usual(caplog: pytest.Log
     assert log.of_next_step() == ["start", "wait", "stream"]
     assert "a step of 1 requests could not be prepared" in caplog.text
     bench.run()
-    assert future.result(0).token_ids == expected(30)
+    assert future.result(0).token_ids == expected_tokens(30)
 
 
 class TestNoStepIsStartedAhead:
@@ -217,20 +215,20 @@ class TestNoStepIsStartedAhead:
 
     def test_while_calls_are_pending(self) -> None:
         bench = Bench()
-        _, log = decoding(bench)
+        _, log = start_decoding(bench)
         bench.has_pending_calls = True
         assert log.of_next_step() == ["wait", "stream"]
         assert log.of_next_step() == ["start", "wait", "stream"]
 
     def test_while_a_request_waits(self) -> None:
         bench = Bench(num_blocks=8, max_running_requests=2)
-        _, log = decoding(bench)
+        _, log = start_decoding(bench)
         waiting = bench.submit(range(100, 100 + 6 * BLOCK_SIZE))
         assert log.of_next_step() == ["wait", "stream"]
         assert log.of_next_step() == ["start", "wait", "stream"]
         assert not waiting.done()
 
-    def test_while_a_request_is_passed_over(self) -> None:
+    def test_while_a_running_request_does_not_fit_into_the_step(self) -> None:
         """Three requests decode in steps of two tokens."""
         bench = Bench(max_step_tokens=2)
         futures = [bench.generate([number], 9) for number in range(3)]
@@ -240,7 +238,7 @@ class TestNoStepIsStartedAhead:
 
     def test_after_a_cancel(self) -> None:
         bench = Bench()
-        future, log = decoding(bench)
+        future, log = start_decoding(bench)
         future.cancel()
         assert log.of_next_step() == ["wait", "stream"]
         bench.core.step()
@@ -248,7 +246,7 @@ class TestNoStepIsStartedAhead:
 
     def test_after_a_deadline(self) -> None:
         bench = Bench()
-        _, log = decoding(bench)
+        _, log = start_decoding(bench)
         late = bench.generate(range(50, 60), 9, deadline_s=5.0)
         while len(late.streamed) < 3:
             bench.core.step()
@@ -260,7 +258,7 @@ class TestNoStepIsStartedAhead:
     def test_after_a_held_lease_expired(self) -> None:
         bench = Bench(held_lease_ttl_s=5.0)
         bench.prefill(range(50, 60), hold_lease=True)
-        _, log = decoding(bench)
+        _, log = start_decoding(bench)
         bench.clock.now_s = 5.0
         assert log.of_next_step() == ["wait", "stream"]
         bench.core.step()
@@ -273,9 +271,9 @@ class TestNoStepIsStartedAhead:
         steps = []
         while not bench.core.stats.load().requests.pauses:
             steps.append(log.of_next_step())
-        assert steps[-1] == ["start", "wait"], "the step in which a request was preempted"
-        assert steps[-2] == ["wait"], "the step before, after which there was no block for both"
-        assert not caplog.records, "and nothing is wrong with that"
+        assert steps[-1] == ["start", "wait"], "a request was preempted before this step"
+        assert steps[-2] == ["wait"], "there was no block for the next tokens of both requests"
+        assert not caplog.records, "a step that needs a preemption is no error"
         bench.run()
         assert [len(future.result(0).token_ids) for future in futures] == [20, 20]
 
@@ -289,7 +287,7 @@ class TestNoStepIsStartedAhead:
             bench.core.step()
         bench.runner.steps.clear()
         assert log.of_next_step() == ["start", "wait"]
-        assert bench.runner.steps == [[(0, 8)]], "the first part of many tokens"
+        assert bench.runner.steps == [[(0, 8)]], "the first chunk of the tokens that are recomputed"
         assert log.of_next_step() == ["start", "wait"]
         bench.run()
         assert len(futures[1].result(0).token_ids) == 24
@@ -308,13 +306,13 @@ class TestTheMaximumNumberOfRequestsRuns:
 
     def test_waiting_requests_do_not_delay_the_next_step(self) -> None:
         bench = Bench(max_running_requests=1)
-        future, log = decoding(bench)
+        future, log = start_decoding(bench)
         waiting = bench.generate(range(50, 60), 3)
         bench.has_pending_calls = True
         for _ in range(27):
             assert log.of_next_step() == ["prepare", "wait", "start", "stream"]
         assert log.of_next_step() == ["wait"]
-        assert future.result(0).token_ids == expected(30)
+        assert future.result(0).token_ids == expected_tokens(30)
         assert log.of_next_step() == ["start", "wait"], "the prompt of the request that waited"
         bench.run()
         assert waiting.done()
@@ -330,7 +328,7 @@ class TestTheMaximumNumberOfRequestsRuns:
             served.append((bench.core._scheduler._queues._served_before, bench.runner.steps))
         assert served[0] == served[1]
 
-    def test_a_tenant_that_has_none_gets_one_of_them(self) -> None:
+    def test_a_tenant_without_a_running_request_preempts_one_of_another_tenant(self) -> None:
         bench = Bench(max_running_requests=2)
         futures = [bench.generate([number], 40, tenant="a") for number in range(2)]
         log = EventLog(bench)
@@ -346,7 +344,7 @@ class TestTheMaximumNumberOfRequestsRuns:
 @pytest.mark.parametrize("fails_at", ["start", "wait"])
 def test_a_step_started_ahead_fails_after_the_last_token_was_streamed(fails_at: str) -> None:
     bench = Bench()
-    future, log = decoding(bench)
+    future, log = start_decoding(bench)
     start = bench.runner.begin
 
     def fail(chunks: Sequence[Chunk]) -> Wait:
@@ -378,10 +376,10 @@ def test_a_request_whose_callback_failed_gets_nothing_of_the_running_step() -> N
     future, other = bench.generate(PROMPT, 9, on_tokens=fail), bench.generate(range(50, 60), 9)
     while len(future.streamed) < 3:
         bench.core.step()
-    bench.core.step()  # it was running
+    bench.core.step()  # ends the step that was running when the callback failed
     bench.core.step()
     assert isinstance(future.exception(0), StepFailed)
-    assert future.streamed == [*expected(3)]
+    assert future.streamed == [*expected_tokens(3)]
     bench.run()
     assert len(other.result(0).token_ids) == 9
     assert bench.cache.pool.num_leased == 0
@@ -392,7 +390,7 @@ def test_a_request_whose_callback_and_step_fail_is_forgotten() -> None:
 
     def fail(chunk: GeneratedTokens) -> None:
         if chunk.usage.generated_tokens == 3:
-            bench.runner.fail_next = RuntimeError("device lost")  # which has the next step already
+            bench.runner.fail_next = RuntimeError("device lost")  # fails the next step, which has been started
             raise ZeroDivisionError
 
     future = bench.generate(PROMPT, 9, on_tokens=fail)
@@ -404,12 +402,13 @@ def test_a_request_whose_callback_and_step_fail_is_forgotten() -> None:
 def test_a_failed_start_of_a_step_frees_its_device_memory() -> None:
     """The error must not keep what the forward pass had allocated so far."""
     bench = Bench(num_blocks=64, max_step_tokens=16)
-    start, allocated = bench.runner.begin, weakref.WeakSet[Activations]()
+    start, alive = bench.runner.begin, weakref.WeakSet[Allocation]()
 
     def allocate(chunks: Sequence[Chunk]) -> Wait:
-        activations = Activations()
-        allocated.add(activations)
-        if sum(chunk.num_tokens for chunk in chunks) + 100 * (len(allocated) - 1) > 9:
+        allocation = Allocation()
+        alive.add(allocation)
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        if num_tokens > 9 or len(alive) > 1:  # there is memory for one step of nine tokens
             raise torch.OutOfMemoryError("CUDA out of memory")
         return start(chunks)
 
@@ -424,15 +423,15 @@ def test_a_failed_start_of_a_step_frees_its_device_memory() -> None:
 
 def test_the_outputs_of_a_step_are_freed_before_the_next_is_started() -> None:
     bench = Bench()
-    start, outputs, num_alive = bench.runner.begin, weakref.WeakSet[Activations](), []
+    start, alive, num_alive = bench.runner.begin, weakref.WeakSet[Allocation](), []
 
     def allocate(chunks: Sequence[Chunk]) -> Wait:
-        num_alive.append(len(outputs))
-        wait, mine = start(chunks), Activations()
-        outputs.add(mine)
+        num_alive.append(len(alive))
+        wait, outputs = start(chunks), Allocation()
+        alive.add(outputs)
 
         def read() -> StepResult:
-            assert mine in outputs
+            assert outputs in alive
             return wait()
 
         return read
@@ -449,18 +448,18 @@ def test_the_outputs_of_a_step_are_freed_before_the_next_is_started() -> None:
 
 def test_a_step_that_runs_when_the_engine_stops_is_discarded() -> None:
     bench = Bench()
-    future, _ = decoding(bench)
+    future, _ = start_decoding(bench)
     bench.core.close(StepFailed("stopped"))
     assert isinstance(future.exception(0), StepFailed)
     bench.cache.check()
     assert bench.cache.pool.num_leased == 0
 
 
-def test_no_step_is_started_ahead_of_one_that_is_finished() -> None:
+def test_no_step_is_started_ahead_for_a_generation_that_its_caller_finished() -> None:
     bench = Bench()
-    future, log = decoding(bench)
+    future, log = start_decoding(bench)
     future.finish()
     assert "start" not in log.of_next_step(), "the running step is the last one"
     bench.run()
-    assert future.result(0).token_ids == expected(3)
+    assert future.result(0).token_ids == expected_tokens(3)
     assert bench.cache.pool.num_leased == 0

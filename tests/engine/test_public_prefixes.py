@@ -38,16 +38,16 @@ def runner() -> GatedRunner:
 
 @pytest.fixture
 def engine(runner: GatedRunner) -> Iterator[Engine]:
-    yield from running(runner, max_step_tokens=64)
+    yield from run_engine(runner, max_step_tokens=64)
 
 
 @pytest.fixture
-def small_steps(runner: GatedRunner) -> Iterator[Engine]:
-    """An engine that computes a prefix in several steps, and reads its calls between two."""
-    yield from running(runner, max_step_tokens=BLOCK_SIZE)
+def engine_with_small_steps(runner: GatedRunner) -> Iterator[Engine]:
+    """An engine that computes a prefix in several steps, and runs calls between them."""
+    yield from run_engine(runner, max_step_tokens=BLOCK_SIZE)
 
 
-def running(runner: GatedRunner, max_step_tokens: int) -> Iterator[Engine]:
+def run_engine(runner: GatedRunner, max_step_tokens: int) -> Iterator[Engine]:
     cache = PrefixCache(NUM_BLOCKS, BLOCK_SIZE, max_public_blocks=NUM_BLOCKS // 2)
     engine = Engine(runner, cache, EngineConfig(max_step_tokens=max_step_tokens), adapters=FakeDevice().source(2))
     engine.start()
@@ -61,7 +61,7 @@ def register(engine: Engine, name: str = "p", ids: range = SYSTEM, adapter: str 
 
 
 def ask(engine: Engine, tenant: str, ids: list[int], **fields: object) -> tuple[int, int]:
-    """Prefill; check the answer, and return the cached tokens, and those of them that were public."""
+    """Prefill, check the answer, and return the number of cached tokens, and how many of these were public."""
     result = engine.prefill(params(ids, tenant=tenant, **fields)).result(PATIENCE_S)
     assert result.next_token_id == next_token(tokens(ids), str(fields.get("adapter", "")))
     engine.check().result(PATIENCE_S)
@@ -69,6 +69,7 @@ def ask(engine: Engine, tenant: str, ids: list[int], **fields: object) -> tuple[
 
 
 def listed(engine: Engine) -> list[str]:
+    """Return the names of the public prefixes."""
     return [each.name for each in engine.public.listing().result(PATIENCE_S)]
 
 
@@ -80,7 +81,7 @@ def test_a_prompt_and_its_answer_fit_below_a_prefix_that_its_tenant_had_cached_b
     prompt = list(range(32))
     ask(engine, "acme", prompt[: 5 * BLOCK_SIZE])
     register(engine, ids=range(4 * BLOCK_SIZE))
-    sampling = Sampling(36 - num_prompt_tokens, ignore_eos=True)
+    sampling = Sampling(9 * BLOCK_SIZE - num_prompt_tokens, ignore_eos=True)  # it needs a tenth block
     generation = engine.generate(params(prompt[:num_prompt_tokens], tenant="acme"), sampling, lambda chunk: None)
     generation.result(PATIENCE_S)
     assert ask(engine, "acme", prompt)[1] == 4 * BLOCK_SIZE
@@ -115,7 +116,7 @@ def test_a_prompt_without_room_next_to_the_prefix_does_not_wait_for_others(engin
     assert ended == ["prompt", "generation"]
 
 
-def test_a_prompt_that_shares_the_prefix_waits_for_the_rest(engine: Engine, runner: GatedRunner) -> None:
+def test_a_prompt_that_shares_the_prefix_waits_for_the_remaining_blocks(engine: Engine, runner: GatedRunner) -> None:
     register(engine)
     runner.gate.clear()
     runner.entered.clear()
@@ -208,19 +209,19 @@ def test_no_caller_can_be_the_owner_of_public_prefixes(engine: Engine) -> None:
 
 
 def test_a_prefix_that_is_unregistered_while_it_is_computed_is_never_matched(
-    small_steps: Engine, runner: GatedRunner
+    engine_with_small_steps: Engine, runner: GatedRunner
 ) -> None:
-    engine = small_steps
+    engine = engine_with_small_steps
     runner.gate.clear()
-    done = engine.public.register("p", tokens(SYSTEM))
+    registration = engine.public.register("p", tokens(SYSTEM))
     assert runner.entered.wait(PATIENCE_S)
     unregistered = engine.public.unregister("p")
     runner.gate.set()
     with pytest.raises(UnknownPublicPrefix, match="expected a registered public prefix"):
-        done.result(PATIENCE_S)
+        registration.result(PATIENCE_S)
     assert not unregistered.result(PATIENCE_S).is_computed
     assert ask(engine, "acme", [*SYSTEM, 90]) == (0, 0)
-    assert engine.load().result(PATIENCE_S).blocks.published == 4  # of the last request
+    assert engine.load().result(PATIENCE_S).blocks.published == 4  # the four blocks of the prompt above
 
 
 def test_a_prefix_that_is_unregistered_before_it_is_computed_counts_until_its_request_ends(
@@ -228,23 +229,23 @@ def test_a_prefix_that_is_unregistered_before_it_is_computed_counts_until_its_re
 ) -> None:
     runner.gate.clear()
     engine.prefill(params(range(100, 110)))
-    assert runner.entered.wait(PATIENCE_S)  # what follows is read together after this step
-    done = engine.public.register("p", tokens(SYSTEM))
+    assert runner.entered.wait(PATIENCE_S)  # all following calls are run after this step
+    registration = engine.public.register("p", tokens(SYSTEM))
     engine.public.unregister("p")
-    most = range((NUM_BLOCKS // 2 - 3) * BLOCK_SIZE)
-    refused = engine.public.register("q", tokens(most))
+    largest_ids = range((NUM_BLOCKS // 2 - 3) * BLOCK_SIZE)
+    refused = engine.public.register("q", tokens(largest_ids))
     runner.gate.set()
     with pytest.raises(OutOfBlocks, match=r"^public prefixes: expected at most 16 blocks"):
         refused.result(PATIENCE_S)
     with pytest.raises(UnknownPublicPrefix):
-        done.result(PATIENCE_S)
-    assert register(engine, "q", most).is_computed
+        registration.result(PATIENCE_S)
+    assert register(engine, "q", largest_ids).is_computed
 
 
 def test_a_caller_that_disconnects_does_not_end_the_registration(engine: Engine, runner: GatedRunner) -> None:
     runner.gate.clear()
-    done = engine.public.register("p", tokens(SYSTEM))
-    assert done.cancel()
+    registration = engine.public.register("p", tokens(SYSTEM))
+    assert registration.cancel()
     runner.gate.set()
     wait_until(lambda: listed(engine) == ["p"])
     wait_until(lambda: engine.public.listing().result(PATIENCE_S)[0].is_computed)
@@ -253,12 +254,12 @@ def test_a_caller_that_disconnects_does_not_end_the_registration(engine: Engine,
 
 def test_an_engine_that_stops_fails_pending_registrations(engine: Engine, runner: GatedRunner) -> None:
     runner.gate.clear()
-    done = engine.public.register("p", tokens(SYSTEM))
+    registration = engine.public.register("p", tokens(SYSTEM))
     assert runner.entered.wait(PATIENCE_S)
     stopping = threading.Thread(target=engine.stop)
     stopping.start()
     with pytest.raises(Draining):
-        done.result(PATIENCE_S)
+        registration.result(PATIENCE_S)
     runner.gate.set()
     stopping.join(PATIENCE_S)
     with pytest.raises(Draining):

@@ -17,7 +17,7 @@ from radixkv.namespace import Namespace
 from tests.core_bench import Bench, purge_at_once
 from tests.fake_runner import next_token, tokens
 
-PROMPT = range(30)  # whole blocks end at 28; every_tokens is 16
+PROMPT = range(30)  # whole blocks end at 28, and the first snapshot is kept at 16
 
 
 def states_of(bench: Bench) -> StateSlots:
@@ -42,7 +42,7 @@ def test_a_prompt_leaves_snapshots_and_the_next_one_resumes_from_the_last() -> N
     assert bench.runner.steps == [[(0, 30)], [(28, 30)]]
 
 
-def test_a_whole_block_at_the_end_of_a_prompt_is_of_use_to_its_next_turn_only() -> None:
+def test_the_snapshot_at_the_end_of_a_prompt_is_used_by_its_next_turn_only() -> None:
     bench = Bench(num_snapshots=8)
     bench.prefill(range(32))
     assert snapshots(bench) == [16, 28, 32]
@@ -118,7 +118,7 @@ def test_no_request_waits_for_a_snapshot_where_none_may_be_kept() -> None:
 
 
 def test_two_requests_without_a_common_leader_share_nothing() -> None:
-    """One must not read the cache: both compute the same prefix in one step."""
+    """One request must not read the cache, so both compute the same prefix in one step."""
     bench = Bench(num_snapshots=8, max_step_tokens=64)
     futures = [bench.submit(PROMPT, read_cache=False), bench.submit(PROMPT)]
     bench.run()
@@ -149,7 +149,7 @@ def test_a_preempted_generation_resumes_from_its_last_snapshot() -> None:
 
 
 def test_a_step_started_ahead_resumes_from_the_state_of_the_step_before() -> None:
-    """The second one is preempted at the end of a block, and computes one token when it resumes from a snapshot."""
+    """The second request is preempted at the end of a block, and resumes from a snapshot with one token to compute."""
     bench = Bench(num_blocks=5, num_snapshots=8)
     futures = [bench.generate(range(start, start + 3), 6) for start in (0, 50)]
     bench.run()
@@ -209,20 +209,21 @@ def test_a_snapshot_is_evicted_with_its_block() -> None:
     assert (again.usage.cached_tokens, again.miss_reason) == (16, MissReason.NO_STATE)
 
 
-def test_a_request_that_must_not_write_leaves_nothing() -> None:
+def test_a_request_that_must_not_write_leaves_no_snapshot() -> None:
     bench = Bench(num_snapshots=8)
     bench.prefill(PROMPT, write_cache=False)
     assert snapshots(bench) == []
 
 
-def test_a_request_whose_namespace_was_purged_leaves_nothing() -> None:
+def test_a_request_whose_namespace_was_purged_leaves_no_snapshot() -> None:
     bench = Bench(num_snapshots=8, max_step_tokens=12)
     future = bench.submit(range(40), tenant="acme")
     bench.core.step()
     purge_at_once(bench.core, tenant="acme")
     bench.run()
     assert future.result(0).next_token_id == next_token(tokens(range(40)))
-    assert (snapshots(bench), states_of(bench).take(1) is not None) == ([], True)
+    assert snapshots(bench) == []
+    assert states_of(bench).take(1) is not None, "a slot is free"
 
 
 def test_a_held_lease_releases_its_slot() -> None:
@@ -242,18 +243,18 @@ def test_no_state_is_wrong_whatever_happens(seed: int) -> None:
 @pytest.mark.long
 def test_walks_cover_the_cases_that_they_are_for() -> None:
     counts = sum((walk(seed) for seed in range(100, 130)), Counter[str]())
-    for event in ("hits", "no state", "given up", "recomputed", "cancelled", "failed", "preempted", "purged"):
+    for event in ("hits", "no state", "evicted snapshots", "recomputed", "cancelled", "failed", "preempted", "purged"):
         assert counts[event], event
 
 
 def walk(seed: int) -> Counter[str]:
-    """Run random requests concurrently in a small cache. Returns what happened.
+    """Run random requests concurrently in a small cache. Returns the number of events of each kind.
 
-    In one of three caches two generations hardly fit: they preempt each other, and few others arrive in between.
+    In one of three caches, two generations hardly fit: they preempt each other, and few other requests arrive.
     """
     rng = random.Random(seed)
     is_tight = seed % 3 == 0
-    longest, generating, coming = (0, 1.0, 0.2) if is_tight else (60, 0.4, 0.5)
+    max_stem_tokens, generation_probability, arrival_probability = (0, 1.0, 0.2) if is_tight else (60, 0.4, 0.5)
     bench = Bench(
         num_blocks=rng.choice((6, 8)) if is_tight else rng.choice((24, 48, 200)),
         num_snapshots=rng.choice((0, 1, 3, 12, 100)),
@@ -264,13 +265,15 @@ def walk(seed: int) -> Counter[str]:
     bench.runner.is_asynchronous = rng.random() < 0.5  # type: ignore[misc]
     stems = [[rng.randrange(250) for _ in range(70)] for _ in range(2)]
     counts: Counter[str] = Counter()
-    asked: list[tuple[list[int], Future[Any]]] = []
-    while len(asked) < 40 or bench.core.has_work:
-        if len(asked) < 40 and rng.random() < coming:
-            asked.append(_ask(bench, rng, [stem[:longest] for stem in stems], generating))
+    submitted: list[tuple[list[int], Future[Any]]] = []
+    while len(submitted) < 40 or bench.core.has_work:
+        if len(submitted) < 40 and rng.random() < arrival_probability:
+            submitted.append(
+                _submit_random(bench, rng, [stem[:max_stem_tokens] for stem in stems], generation_probability)
+            )
         event = rng.random()
-        if event < 0.03 and asked:
-            counts["cancelled"] += rng.choice(asked)[1].cancel()
+        if event < 0.03 and submitted:
+            counts["cancelled"] += rng.choice(submitted)[1].cancel()
         elif event < 0.05:
             bench.runner.fail_next = rng.choice((RuntimeError("broken"), torch.OutOfMemoryError("none left")))
             counts["failed"] += 1
@@ -281,7 +284,8 @@ def walk(seed: int) -> Counter[str]:
             counts["purged"] += 1
         bench.core.step()
         bench.cache.check()
-    for ids, future in asked:
+
+    for ids, future in submitted:
         if future.cancelled():
             continue
         error = future.exception(0)
@@ -295,24 +299,27 @@ def walk(seed: int) -> Counter[str]:
         counts["no state"] += result.miss_reason is MissReason.NO_STATE
         counts["preempted"] += result.usage.recomputed_tokens > 0
         assert result.usage.cached_tokens % 4 == 0
-        answer = getattr(result, "token_ids", None) or (result.next_token_id,)
-        for token in answer:
+        answer_ids = getattr(result, "token_ids", None) or (result.next_token_id,)  # of a generation, or of a prefill
+        for token in answer_ids:
             assert token == next_token(tokens(ids))
             ids = [*ids, token]
-    counts["given up"] += states_of(bench).num_evicted
+    counts["evicted snapshots"] += states_of(bench).num_evicted
     counts["recomputed"] += states_of(bench).num_recomputed_tokens
     return counts
 
 
-def _ask(bench: Bench, rng: random.Random, stems: list[list[int]], generating: float) -> tuple[list[int], Future[Any]]:
-    own = [rng.randrange(250) for _ in range(rng.randint(1, 9))]
-    ids = [*rng.choice(stems)[: rng.randint(0, 60)], *own]
+def _submit_random(
+    bench: Bench, rng: random.Random, stems: list[list[int]], generation_probability: float
+) -> tuple[list[int], Future[Any]]:
+    """Submit a prefill or a generation of a prompt that begins with a stem. Returns its tokens and its future."""
+    new_ids = [rng.randrange(250) for _ in range(rng.randint(1, 9))]
+    ids = [*rng.choice(stems)[: rng.randint(0, 60)], *new_ids]
     options = {
         "tenant": rng.choice(("a", "a", "b")),
         "read_cache": rng.random() < 0.9,
         "write_cache": rng.random() < 0.9,
     }
-    if rng.random() < generating:
+    if rng.random() < generation_probability:
         return ids, bench.generate(ids, rng.randint(1, 20), **options)
     return ids, bench.submit(ids, **options)
 

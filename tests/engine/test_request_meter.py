@@ -1,4 +1,4 @@
-"""Which tokens of a request are accounted to its tenant, and when."""
+"""Which tokens and blocks of a request are counted for its tenant, and when."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RecordingShadows(QuotaShadows):
 
 
 def use_of(bench: Bench, tenant: str) -> Use:
-    """Return what a tenant used, without the time."""
+    """Return what a tenant used."""
     assert bench.cache.ledger is not None
     return bench.cache.ledger.use_of(tenant)
 
@@ -37,7 +37,7 @@ def test_a_request_counts_for_its_tenant() -> None:
     assert future.result(0).usage.generated_tokens == 3
     expected = Use(requests=2, computed_tokens=11, generated_tokens=0, written_tokens=10, device_hit_tokens=9)
     assert use_of(bench, "a") == expected
-    assert use_of(bench, "b") == Use(requests=1, computed_tokens=10, generated_tokens=3, written_tokens=12)
+    assert use_of(bench, "b") == Use(requests=1, computed_tokens=10, generated_tokens=3, written_tokens=10 + 2)
 
 
 def test_a_generation_that_is_aborted_counts_with_the_tokens_that_were_sent() -> None:
@@ -75,7 +75,7 @@ def test_blocks_of_a_running_request_count_as_resident() -> None:
     bench.clock.now_s = 2.0
     bench.run()
     bench.clock.now_s = 3.0
-    assert use_of(bench, "a").device_token_s == 3 * 12  # the last block is filled in part
+    assert use_of(bench, "a").device_token_s == 3 * 12  # for 3 s, three whole blocks for ten tokens
 
 
 def test_requests_are_passed_to_the_shadows_of_their_tenant() -> None:
@@ -91,8 +91,9 @@ def test_requests_are_passed_to_the_shadows_of_their_tenant() -> None:
     cancelled.cancel()
     bench.run()
     shadows.close()
-    lengths = [(len(each.tokens) // 4, each.num_read_tokens, each.num_written_tokens) for each in shadows.requests]
-    assert lengths == [(10, 10, 10), (10, 0, 0), (14, 10, 14), (10, 10, 10)]
+    num_tokens = [(len(each.tokens) // 4, each.num_read_tokens, each.num_written_tokens) for each in shadows.requests]
+    # Tokens of the prompt and the answer, tokens that may be read, and tokens that may be written.
+    assert num_tokens == [(10, 10, 10), (10, 0, 0), (14, 10, 14), (10, 10, 10)]
     seed = Namespace("fake", "a").seed
     assert {each.seed for each in shadows.requests} == {seed}
     assert shadows.requests[0].tokens == tokens(range(10))

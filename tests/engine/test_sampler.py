@@ -1,3 +1,5 @@
+"""Sampling: which tokens are drawn, how logits are changed, and which log probabilities are returned."""
+
 import math
 import random
 import weakref
@@ -34,19 +36,20 @@ from tests.fakes import MODEL
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tensor:
-    """Draw from a single row."""
+    """Draw a token from a single row of logits."""
     return sampler.draw(logits[None], [sampling], [position])[0]
 
 
 def penalize(logits: torch.Tensor, *changes: Any) -> torch.Tensor:
-    """Change a single row."""
+    """Change a single row of logits. The arguments are those of `LogitChanges`."""
     return change_logits(logits[None], [LogitChanges(*changes)])[0]
 
 
 PROBABILITIES = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 
 
-def draws(count: int, **fields: float) -> Counter[int]:
+def count_draws(count: int, **fields: float) -> Counter[int]:
+    """Draw from `PROBABILITIES` at successive positions, and count the tokens."""
     sampling = Sampling(seed=1, **fields)
     return Counter(int(draw(PROBABILITIES.log(), sampling, position)) for position in range(count))
 
@@ -54,18 +57,18 @@ def draws(count: int, **fields: float) -> Counter[int]:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_sampled_by_their_probabilities(temperature: float) -> None:
     expected = (PROBABILITIES.log() / temperature).softmax(0)
-    seen = draws(4000, temperature=temperature)
+    seen = count_draws(4000, temperature=temperature)
     for token_id, probability in enumerate(expected.tolist()):
-        # Four standard deviations: once in 3,000 runs by chance, and the seeds are fixed.
+        # Four standard deviations: with random seeds, one of 3,000 runs would fail; these seeds are fixed.
         assert abs(seen[token_id] / 4000 - probability) < 4 * (probability * (1 - probability) / 4000) ** 0.5
 
 
 @pytest.mark.parametrize(
-    ("top_p", "allowed"),
+    ("top_p", "expected"),
     [(1e-9, {0}), (0.5, {0}), (0.51, {0, 1}), (0.75, {0, 1}), (0.95, {0, 1, 2, 3}), (1.0, set(range(5)))],
 )
-def test_top_p_keeps_the_smallest_set_of_tokens_that_reaches_it(top_p: float, allowed: set[int]) -> None:
-    assert set(draws(600, temperature=1.0, top_p=top_p)) == allowed
+def test_top_p_keeps_the_smallest_set_of_tokens_that_reaches_it(top_p: float, expected: set[int]) -> None:
+    assert drawn_tokens(top_p=top_p) == expected
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
@@ -84,19 +87,19 @@ def test_a_low_temperature_is_nearly_greedy_and_huge_logits_do_not_overflow() ->
     assert {int(draw(PROBABILITIES.log(), Sampling(temperature=0.01, seed=s), 0)) for s in range(50)} == {0}
 
 
-def allowed(**fields: float) -> set[int]:
-    """Tokens that are ever drawn from `PROBABILITIES`."""
-    return set(draws(600, temperature=1.0, **fields))
+def drawn_tokens(**fields: float) -> set[int]:
+    """Return the tokens that are ever drawn from `PROBABILITIES`."""
+    return set(count_draws(600, temperature=1.0, **fields))
 
 
 @pytest.mark.parametrize(("top_k", "expected"), [(1, {0}), (3, {0, 1, 2}), (5, set(range(5))), (99, set(range(5)))])
 def test_top_k_keeps_the_most_likely_tokens(top_k: int, expected: set[int]) -> None:
-    assert allowed(top_k=top_k) == expected
+    assert drawn_tokens(top_k=top_k) == expected
 
 
 @pytest.mark.parametrize(("min_p", "expected"), [(0.05, set(range(5))), (0.1, {0, 1, 2, 3}), (0.4, {0, 1}), (1.0, {0})])
 def test_min_p_is_a_share_of_the_largest_probability(min_p: float, expected: set[int]) -> None:
-    assert allowed(min_p=min_p) == expected
+    assert drawn_tokens(min_p=min_p) == expected
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -116,7 +119,7 @@ def test_top_k_top_p_and_min_p_keep_the_tokens_that_transformers_keeps(seed: int
 
 
 def tied(logits: torch.Tensor, kept: set[int]) -> set[int]:
-    """Tokens as likely as the least likely one that is kept: which of them top_p keeps depends on the sort."""
+    """Return the tokens as likely as the least likely kept one. Which of them top_p keeps depends on the sort."""
     least = min(float(logits[token_id]) for token_id in kept)
     return set(torch.flatten(torch.nonzero(logits == least)).tolist())
 
@@ -190,7 +193,7 @@ def test_the_models_logits_are_left_as_they_are() -> None:
     assert torch.equal(logits, before)
 
 
-class _Calls(TorchDispatchMode):
+class _CallRecorder(TorchDispatchMode):
     """Records which functions are called on tensors."""
 
     def __init__(self) -> None:
@@ -205,7 +208,7 @@ class _Calls(TorchDispatchMode):
 @pytest.mark.parametrize("narrowed", [{}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.1}])
 def test_a_draw_does_not_wait_for_the_device(narrowed: dict[str, Any]) -> None:
     """Making a tensor whose shape depends on values waits for the device, and so does reading a value."""
-    with _Calls() as calls:
+    with _CallRecorder() as calls:
         draw(PROBABILITIES.log(), Sampling(temperature=1.0, **narrowed, seed=1), 0)
     assert len(calls.names) > 5
     assert not [name for name in calls.names if "_local_scalar" in name or "nonzero" in name or "index" in name]
@@ -239,12 +242,12 @@ def test_penalties_and_the_minimum_length_hold_in_greedy_generations() -> None:
 def test_a_stop_token_without_a_logit_fails_no_request(constraint: Rising | None) -> None:
     bench, alone = Bench(), Bench()
     stops = frozenset({-1, VOCAB_SIZE, 50_256})
-    asked = bench.generate(
+    with_stop_tokens = bench.generate(
         range(8), 4, temperature=1.0, seed=1, min_tokens=3, stop_token_ids=stops, constraint=constraint
     )
     other = bench.generate(range(20, 30), 6)
     bench.run()
-    assert len(asked.result(0).token_ids) == 4
+    assert len(with_stop_tokens.result(0).token_ids) == 4
     expected = alone.generate(range(20, 30), 6)
     alone.run()
     assert other.result(0).token_ids == expected.result(0).token_ids
@@ -258,7 +261,7 @@ def test_log_probabilities_are_the_models_own_whatever_is_sampled() -> None:
     penalized = bench.generate(
         range(8), 6, penalized_chunks.append, temperature=1.0, seed=2, presence_penalty=2.0, logprobs=0
     )
-    silent = bench.generate(range(8), 6)
+    without_logprobs = bench.generate(range(8), 6)
     bench.run()
     result = plain.result(0)
     streamed = [logprobs for each in [*chunks, result] for logprobs in each.logprobs]
@@ -267,23 +270,23 @@ def test_log_probabilities_are_the_models_own_whatever_is_sampled() -> None:
         (token_id, each.logprob) for token_id, each in zip(result.token_ids, streamed, strict=True)
     ]
     assert all(len(each.top) == 3 and each.top[0][1] >= each.top[1][1] >= each.top[2][1] for each in streamed)
-    first = bench.submit(range(8), return_logits=True)
+    prefill = bench.submit(range(8), return_logits=True)
     bench.run()
-    row = torch.from_numpy(first.result(0).logits).log_softmax(0)
-    chosen, alone = penalized.result(0).token_ids[0], penalized_chunks[0].logprobs[0]
-    assert alone.logprob == pytest.approx(float(row[chosen]))
-    assert alone.top == ()
-    assert silent.result(0).logprobs == ()
+    row = torch.from_numpy(prefill.result(0).logits).log_softmax(0)
+    penalized_token, penalized_logprobs = penalized.result(0).token_ids[0], penalized_chunks[0].logprobs[0]
+    assert penalized_logprobs.logprob == pytest.approx(float(row[penalized_token]))
+    assert penalized_logprobs.top == ()
+    assert without_logprobs.result(0).logprobs == ()
 
 
 @pytest.mark.parametrize("count", [0, 5])
 def test_log_probabilities_of_rows_are_read_in_one_copy(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each read waits for the device."""
+    """Each copy to the host waits for the device."""
     logits = torch.randn(300, generator=torch.Generator().manual_seed(0))
     reads: list[torch.Tensor] = []
     cpu = torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: reads.append(tensor) or cpu(tensor))
-    with _Calls() as calls:
+    with _CallRecorder() as calls:
         read = read_logprobs(logits[None], [7], count)[0]
     assert len(reads) == 1
     assert not [name for name in calls.names if "_local_scalar" in name]
@@ -293,7 +296,7 @@ def test_log_probabilities_of_rows_are_read_in_one_copy(count: int, monkeypatch:
 
 
 def random_request(rng: random.Random, vocab_size: int) -> Request:
-    """A prefill or a generation with random options, some of which change nothing."""
+    """Return a prefill or a generation with random options, some of which change nothing."""
     prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 30))]
     params = PrefillParams(tokens(prompt), top_logprobs=rng.choice((0, 0, 1, 5)), return_logits=rng.random() < 0.2)
     generation = None
@@ -362,7 +365,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(seed: int, vocab_size: i
 
 
 def test_a_step_is_read_in_one_copy_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many rows are sampled or have log probabilities."""
+    """This does not depend on how many rows are sampled or have log probabilities."""
     rng = random.Random(0)
     requests = [random_request(rng, 300) for _ in range(40)]
     requests = [request for request in requests if not request.params.return_logits]
@@ -371,7 +374,7 @@ def test_a_step_is_read_in_one_copy_from_the_device(monkeypatch: pytest.MonkeyPa
     reads: list[torch.Tensor] = []
     cpu = torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: reads.append(tensor) or cpu(tensor))
-    with _Calls() as calls:
+    with _CallRecorder() as calls:
         sampler.predict(logits, most_likely, requests, {})
     assert len(reads) == 1
     assert not [name for name in calls.names if "_local_scalar" in name or "nonzero" in name]
@@ -388,15 +391,16 @@ def test_operations_per_step_do_not_grow_with_its_rows_but_for_the_noise() -> No
             generation = Generation(sampling, frozenset(), lambda _: None, [1, 2])
             requests.append(Request(PrefillParams(tokens(range(8))), MODEL, Future(), 0.0, generation))
         logits = torch.randn(num_rows, 300)
-        with _Calls() as calls:
+        with _CallRecorder() as calls:
             sampler.predict(logits, [0] * num_rows, requests, {})
         counts[num_rows] = Counter(calls.names)
     grown = counts[64] - counts[8]
     assert {name.partition(".")[2].partition(".")[0] for name in grown} == {"exponential_"}
-    assert sum(grown.values()) == 56
+    assert sum(grown.values()) == 64 - 8
 
 
 def read_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Return the log probabilities of one token per row, and of the `count` most likely tokens."""
     table = LogprobTable()
     table.put(0, sampler.read_logprob_rows(logits, token_ids, count))
     return list(table)
@@ -472,10 +476,10 @@ def test_the_log_probabilities_of_a_preempted_prompt_are_returned_once() -> None
     bench = Bench(num_blocks=19, max_step_tokens=4)
     ids = range(60)
     older = bench.generate(range(100, 108), 40)
-    asked = bench.generate(ids, 2, prompt_logprobs=1, read_cache=False)
+    with_logprobs = bench.generate(ids, 2, prompt_logprobs=1, read_cache=False)
     bench.run()
-    assert asked.result(0).usage.recomputed_tokens > 0, "it was not preempted within its prompt"
-    assert asked.result(0).prompt_logprobs == prompt_logprobs(ids, 1)
+    assert with_logprobs.result(0).usage.recomputed_tokens > 0, "it must be preempted within its prompt"
+    assert with_logprobs.result(0).prompt_logprobs == prompt_logprobs(ids, 1)
     assert len(older.result(0).token_ids) == 40
 
 

@@ -39,16 +39,16 @@ def token_counts(metrics: Metrics, tenant: str) -> tuple[float | None, ...]:
 
 
 def ended_request(num_generated: int = 0, **fields: object) -> Request:
-    """A request with 10 tokens that arrived at 100 s."""
+    """Return a request with 10 tokens that was received at 100 s, and whose attributes `fields` are set."""
     params = PrefillParams(tokens(range(10)), Caller(str(fields.pop("tenant", ""))))
     generation = None
     if num_generated:
         sampling = Sampling(num_generated)
         generation = Generation(sampling, frozenset(), lambda chunk: None, list(range(num_generated)))
     request = Request(params, Namespace("fake"), Future(), received_s=100.0, generation=generation)
-    for name, content in fields.items():
+    for name, field_value in fields.items():
         (owner,) = (each for each in (request.times, request.reuse, request) if hasattr(each, name))
-        setattr(owner, name, content)
+        setattr(owner, name, field_value)
     return request
 
 
@@ -74,7 +74,7 @@ def test_requests_are_counted_by_kind_and_outcome() -> None:
         ("generate", Outcome.FINISHED): 1,
         ("generate", Outcome.FAILED): 1,
     }
-    assert None not in counts.values(), "a series exists before its first request"
+    assert None not in counts.values(), "every series exists before its first request"
     assert value(metrics, "request_failures_total", error="StepFailed") == 1
     assert value(metrics, "step_failures_total") == 1
 
@@ -171,10 +171,10 @@ def test_the_number_of_series_per_tenant_is_bounded() -> None:
     assert names == {"known", "other", *(f"t{n}" for n in range(MAX_UNKNOWN_TENANTS))}
     assert token_counts(metrics, "known")[0] == 10
     assert token_counts(metrics, "t0")[0] == 20
-    assert token_counts(metrics, "other")[0] == 110
+    assert token_counts(metrics, "other")[0] == 11 * 10  # one request each of 10 tenants, and a second one of a tenant
 
 
-def test_times_of_a_finished_generation() -> None:
+def test_a_finished_generation_records_the_times_of_its_phases() -> None:
     metrics = Metrics()
     request = ended_request(5, scheduled_s=102.0, prefilled_s=105.0)
     metrics.request_ended(request, Outcome.FINISHED, None, 107.0)
@@ -182,7 +182,7 @@ def test_times_of_a_finished_generation() -> None:
         "request_queue_seconds": 2.0,
         "request_prefill_seconds": 3.0,
         "time_to_first_token_seconds": 5.0,
-        "time_per_output_token_seconds": 0.5,
+        "time_per_output_token_seconds": (107.0 - 105.0) / 4,  # of the tokens after the first
     }
     assert {name: value(metrics, f"{name}_sum") for name in sums} == sums
     assert value(metrics, "request_duration_seconds_sum", kind="generate") == 7.0
@@ -200,10 +200,10 @@ def test_completed_phases_of_a_failed_request_are_recorded(
 ) -> None:
     metrics = Metrics()
     metrics.request_ended(ended_request(5, **fields), Outcome.FAILED, StepFailed("broken"), 107.0)
-    queue, first = (
+    num_queue_times, num_first_token_times = (
         value(metrics, f"{name}_count") for name in ("request_queue_seconds", "time_to_first_token_seconds")
     )
-    assert (queue, first) == num_recorded
+    assert (num_queue_times, num_first_token_times) == num_recorded
     assert value(metrics, "time_per_output_token_seconds_count") == 0
     assert value(metrics, "request_duration_seconds_count", kind="generate") == 0
 
@@ -252,7 +252,12 @@ def test_every_tenant_name_can_be_scraped() -> None:
     for name in [*names, *escaped]:
         metrics.request_ended(ended_request(tenant=name), Outcome.FINISHED, None, 101.0)
     families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
-    scraped = [s.labels["tenant"] for f in families for s in f.samples if s.name == "radixkv_prompt_tokens_total"]
+    scraped = [
+        sample.labels["tenant"]
+        for family in families
+        for sample in family.samples
+        if sample.name == "radixkv_prompt_tokens_total"
+    ]
     assert sorted(scraped) == sorted([*names, *escaped.values(), "other"])
 
 

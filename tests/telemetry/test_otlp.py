@@ -50,9 +50,9 @@ class Receiver(TraceServiceServicer):
     """A collector.
 
     Attributes:
-        batches: those that were received.
-        status: fails every call with it; None for none.
-        num_failed: calls that failed.
+        batches: the received batches of spans.
+        status: the error with which every call fails; None if calls succeed.
+        num_failed: number of calls that failed.
     """
 
     def __init__(self) -> None:
@@ -67,12 +67,13 @@ class Receiver(TraceServiceServicer):
         self.batches.put(request)
         return ExportTraceServiceResponse()
 
-    def received(self) -> ExportTraceServiceRequest:
+    def next_batch(self) -> ExportTraceServiceRequest:
         return self.batches.get(timeout=PATIENCE_S)
 
 
 @contextlib.contextmanager
-def receiving(receiver: Receiver) -> Iterator[str]:
+def serve(receiver: Receiver) -> Iterator[str]:
+    """Serve a collector over gRPC, and return its URL."""
     with ThreadPoolExecutor(2) as threads:
         server = grpc.server(threads)
         add_TraceServiceServicer_to_server(receiver, server)
@@ -91,7 +92,7 @@ def receiver() -> Receiver:
 
 @pytest.fixture
 def endpoint(receiver: Receiver) -> Iterator[str]:
-    with receiving(receiver) as url:
+    with serve(receiver) as url:
         yield url
 
 
@@ -105,7 +106,7 @@ def spans_of(batch: ExportTraceServiceRequest) -> list[Any]:
 
 
 def observe_a_prefill(endpoint: str) -> None:
-    """Export the spans of one request, and return when they have been sent or dropped."""
+    """Export the spans of one prefill, and return when the spans have been sent or dropped."""
     with exported_spans(TelemetryConfig(endpoint)) as tracing:
         assert tracing is not None
         Bench(observers=[tracing]).prefill(range(8), traceparent=TRACEPARENT)
@@ -125,7 +126,7 @@ def test_a_request_becomes_a_span_of_the_clients_trace(endpoint: str, receiver: 
         finally:
             process.terminate()
             log = process.communicate(timeout=PATIENCE_S)[1]
-    batch = receiver.received()
+    batch = receiver.next_batch()
     assert attributes_of(batch.resource_spans[0].resource)["service.name"] == "radixkv"
     spans = spans_of(batch)
     assert [span.name for span in spans] == ["queue", "prefill", "Prefill"]
@@ -146,24 +147,24 @@ def test_the_service_name_is_read_from_the_environment(
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-cache")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=staging,service.instance.id=first")
     observe_a_prefill(endpoint)
-    resource = attributes_of(receiver.received().resource_spans[0].resource)
+    resource = attributes_of(receiver.next_batch().resource_spans[0].resource)
     assert resource["service.name"] == "chat-cache"
     assert resource["deployment.environment.name"] == "staging"
     assert resource["service.instance.id"] == "first"
 
 
 def test_headers_in_the_environment_are_sent(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, str]] = []
+    received_metadata: list[tuple[str, str]] = []
 
-    class Reading(Receiver):
+    class MetadataRecorder(Receiver):
         def Export(self, request: Any, context: grpc.ServicerContext) -> ExportTraceServiceResponse:  # noqa: N802
-            seen.extend(context.invocation_metadata())
+            received_metadata.extend(context.invocation_metadata())
             return super().Export(request, context)
 
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "api-key=abc")
-    with receiving(Reading()) as url:
+    with serve(MetadataRecorder()) as url:
         observe_a_prefill(url)
-    assert ("api-key", "abc") in seen
+    assert ("api-key", "abc") in received_metadata
 
 
 def test_spans_are_sent_over_http() -> None:
@@ -191,31 +192,31 @@ def test_spans_are_sent_over_http() -> None:
 
 
 @pytest.fixture
-def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_flush_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otlp, "_FLUSH_TIMEOUT_S", 0.2)
 
 
-@pytest.mark.usefixtures("quick_end")
+@pytest.mark.usefixtures("short_flush_timeout")
 def test_an_unreachable_collector_blocks_neither_requests_nor_the_shutdown(caplog: pytest.LogCaptureFixture) -> None:
     started = started_threads()
     with caplog.at_level(logging.INFO), exported_spans(TelemetryConfig(NO_COLLECTOR)) as tracing:
         assert tracing is not None
         bench = Bench(observers=[tracing])
-        for _ in range(1000):  # 3,000 spans, more than wait at once
+        for _ in range(1000):  # 3,000 spans, more than the queue of the exporter holds
             assert bench.prefill(range(8)).usage.prompt_tokens == 8
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) <= 2  # of the outage, and of the end
+    assert len(warnings) <= 2  # one about the outage, and one about the spans that are dropped at shutdown
     assert "dropping spans that could not be sent within 0.2 s of shutdown" in warnings
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
     assert not started("radixkv-spans-flush")
 
 
-@pytest.mark.usefixtures("quick_end")
+@pytest.mark.usefixtures("short_flush_timeout")
 def test_an_outage_logs_one_warning_and_one_line_at_its_end(
     endpoint: str, receiver: Receiver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")  # ms between batches
-    receiver.status = grpc.StatusCode.INVALID_ARGUMENT  # is not tried again
+    receiver.status = grpc.StatusCode.INVALID_ARGUMENT  # an error after which the exporter does not retry
 
     def messages(text: str) -> list[str]:
         return [record.getMessage() for record in caplog.records if text in record.getMessage()]
@@ -224,12 +225,12 @@ def test_an_outage_logs_one_warning_and_one_line_at_its_end(
         assert tracing is not None
         bench = Bench(observers=[tracing])
 
-        def ask_until(condition: Callable[[], bool]) -> None:
+        def prefill_until(condition: Callable[[], bool]) -> None:
             wait_until(lambda: bool(bench.prefill(range(8))) and condition())
 
-        ask_until(lambda: receiver.num_failed >= 3)
+        prefill_until(lambda: receiver.num_failed >= 3)
         receiver.status = None
-        ask_until(lambda: messages("again") != [])
+        prefill_until(lambda: messages("again") != [])
     (warning,) = messages("dropping spans")
     assert endpoint in warning
     assert "INVALID_ARGUMENT" in warning

@@ -45,12 +45,13 @@ class Exported:
     def spans(self) -> Sequence[ReadableSpan]:
         return self._exporter.get_finished_spans()
 
-    def seconds(self) -> dict[str, tuple[float, float]]:
-        """Return the begin and end of each span, by the engine's clock."""
-        return {span.name: (since(span.start_time), since(span.end_time)) for span in self.spans}
+    def times_s(self) -> dict[str, tuple[float, float]]:
+        """Return the start and end of each span by its name, in seconds of the engine's clock."""
+        return {span.name: (engine_seconds(span.start_time), engine_seconds(span.end_time)) for span in self.spans}
 
 
-def since(time_ns: int | None) -> float:
+def engine_seconds(time_ns: int | None) -> float:
+    """Convert a Unix time to the engine's clock, on which `NOW_NS` is `NOW_S`."""
     assert time_ns is not None
     return NOW_S + (time_ns - NOW_NS) / 1e9
 
@@ -63,20 +64,20 @@ def exported() -> Exported:
 def test_a_generation_has_a_span_with_a_child_per_phase(exported: Exported) -> None:
     request = ended_request(5, scheduled_s=102.0, prefilled_s=105.5)
     exported.tracing.request_ended(request, Outcome.FINISHED, None, NOW_S)
-    assert exported.seconds() == {
+    assert exported.times_s() == {
         "queue": (100.0, 102.0),
         "prefill": (102.0, 105.5),
         "decode": (105.5, 107.0),
         "Generate": (100.0, 107.0),
     }
-    *phases, whole = exported.spans
-    assert whole.parent is None
-    assert whole.kind is SpanKind.SERVER
-    assert whole.status.status_code is StatusCode.UNSET
-    assert whole.context is not None
+    *phases, request_span = exported.spans
+    assert request_span.parent is None
+    assert request_span.kind is SpanKind.SERVER
+    assert request_span.status.status_code is StatusCode.UNSET
+    assert request_span.context is not None
     for phase in phases:
         assert phase.parent is not None
-        assert phase.parent.span_id == whole.context.span_id
+        assert phase.parent.span_id == request_span.context.span_id
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_a_request_that_ends_early_has_the_spans_of_the_phases_it_entered(
     exported: Exported, fields: dict[str, float], phases: dict[str, tuple[float, float]]
 ) -> None:
     exported.tracing.request_ended(ended_request(3, **fields), Outcome.CANCELLED, None, NOW_S)
-    assert exported.seconds() == {**phases, "Generate": (100.0, 107.0)}
+    assert exported.times_s() == {**phases, "Generate": (100.0, 107.0)}
 
 
 def test_attributes_of_a_generation_follow_the_conventions(exported: Exported) -> None:
@@ -132,8 +133,8 @@ def test_a_request_that_was_never_scheduled_has_no_cache_attributes(exported: Ex
 def test_spans_contain_no_tokens_and_no_names_chosen_by_clients(exported: Exported) -> None:
     bench = Bench(observers=[exported.tracing])
     bench.prefill([251, 252, 253], tenant="secret-tenant", adapter="secret-adapter", salt="secret-salt")
-    said = " ".join(span.to_json() for span in exported.spans)
-    assert "secret" not in said
+    exported_json = " ".join(span.to_json() for span in exported.spans)
+    assert "secret" not in exported_json
     assert not re.search(r"25[123]", json.dumps([dict(span.attributes or {}) for span in exported.spans]))
 
 
@@ -143,9 +144,9 @@ def test_the_clients_span_is_the_parent(exported: Exported) -> None:
     for span in exported.spans:
         assert span.context is not None
         assert f"{span.context.trace_id:032x}" == TRACE_ID
-    whole = exported.spans[-1]
-    assert whole.parent is not None
-    assert f"{whole.parent.span_id:016x}" == SPAN_ID
+    request_span = exported.spans[-1]
+    assert request_span.parent is not None
+    assert f"{request_span.parent.span_id:016x}" == SPAN_ID
 
 
 def test_the_clients_sampling_decision_applies(exported: Exported) -> None:

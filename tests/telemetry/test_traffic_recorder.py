@@ -1,4 +1,4 @@
-"""Recording of traffic: what is in a line, what is not, and what bounds it."""
+"""Recording of traffic: what a line contains and what not, and how the size of a recording is bounded."""
 
 from __future__ import annotations
 
@@ -74,11 +74,12 @@ def test_generated_tokens_have_ids_that_the_next_turn_has(tmp_path: Path) -> Non
     recording.bench.run()
     answer = generation.result(0).token_ids
     recording.bench.prefill([*range(9), *answer, 7, 7])
-    turn, after = recording.lines()
-    assert (turn["input_length"], turn["output_length"], turn["stop"]) == (9, 6, "other")
-    assert turn["hash_ids"][:2] == after["hash_ids"][:2]
-    assert turn["output_hash_ids"][0] == after["hash_ids"][2]  # the block in which the prompt ends, filled up
-    assert len(turn["output_hash_ids"]) == 2
+    first_turn, second_turn = recording.lines()
+    assert (first_turn["input_length"], first_turn["output_length"], first_turn["stop"]) == (9, 6, "other")
+    assert first_turn["hash_ids"][:2] == second_turn["hash_ids"][:2]
+    # The block in which the prompt ends, filled up with the answer.
+    assert first_turn["output_hash_ids"][0] == second_turn["hash_ids"][2]
+    assert len(first_turn["output_hash_ids"]) == 2
 
 
 def test_a_recording_is_a_trace(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_recording_has_what_the_server_measured(tmp_path: Path) -> None:
     assert recorded.measured == MeasuredPrefill(8, 10, {"host": 4}, 0.25)
 
 
-def test_the_ids_of_two_directories_differ_and_those_of_two_processes_do_not(tmp_path: Path) -> None:
+def test_the_ids_of_two_directories_differ_and_those_of_two_recorders_of_one_directory_do_not(tmp_path: Path) -> None:
     ids = []
     for name in ("one", "other", "one"):
         recording = Recording(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Capture of steps without a GPU: a fake records the calls of torch."""
+"""Steps are captured without a GPU: a fake replaces functions of `torch.cuda`, and records their calls."""
 
 from __future__ import annotations
 
@@ -20,35 +20,43 @@ STORAGE: Any = SimpleNamespace()
 
 
 class CudaCalls:
-    """The calls of torch, in order."""
+    """Replaces functions of `torch.cuda`, and records their calls in order.
+
+    Attributes:
+        is_error_mode: whether torch is to raise for an operation that waits for the device.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[object] = []
         self.is_error_mode = False
         self.graph = SimpleNamespace(replay=lambda: self.calls.append("replay"))
-        self.aside = SimpleNamespace(wait_stream=lambda stream: self.calls.append(("aside waits for", stream)))
-        self.current = SimpleNamespace(wait_stream=lambda stream: self.calls.append(("current waits for", stream)))
+        self.side_stream = SimpleNamespace(
+            wait_stream=lambda stream: self.calls.append(("side stream waits for", stream))
+        )
+        self.current_stream = SimpleNamespace(
+            wait_stream=lambda stream: self.calls.append(("current stream waits for", stream))
+        )
         for name, stand_in in {
             "graph_pool_handle": lambda: "memory",
-            "Stream": self.stream,
-            "current_stream": lambda: self.current,
-            "stream": self.entered,
+            "Stream": self.create_stream,
+            "current_stream": lambda: self.current_stream,
+            "stream": self.enter_context,
             "CUDAGraph": lambda: self.graph,
-            "graph": self.entered,
+            "graph": self.enter_context,
             "get_sync_debug_mode": lambda: 0,
-            "set_sync_debug_mode": self.set_mode,
+            "set_sync_debug_mode": self.set_sync_debug_mode,
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
 
-    def stream(self) -> object:
+    def create_stream(self) -> object:
         self.calls.append("new stream")
-        return self.aside
+        return self.side_stream
 
-    def set_mode(self, mode: object) -> None:
+    def set_sync_debug_mode(self, mode: object) -> None:
         self.is_error_mode = mode == "error"
 
     @contextlib.contextmanager
-    def entered(self, *what: object, **options: object) -> Iterator[None]:
+    def enter_context(self, *what: object, **options: object) -> Iterator[None]:
         self.calls.append(("enter", *what, *options.items()))
         yield
         self.calls.append("exit")
@@ -74,26 +82,26 @@ def test_a_step_is_warmed_up_and_checked_for_synchronization_before_the_capture(
 ) -> None:
     replays: list[Callable[[], StepOutputs]] = []
 
-    def graphs(*_: object, capturer: Any, **__: object) -> str:
+    def capture_twice(*_: object, capturer: Any, **__: object) -> str:
         replays.extend((capturer(cuda.compute), capturer(cuda.compute)))
         return "graphs"
 
-    monkeypatch.setattr(graph_capturer, "StepGraphs", graphs)
+    monkeypatch.setattr(graph_capturer, "StepGraphs", capture_twice)
     assert capturer_of().capture(STORAGE, 128) == "graphs"
-    one = [
-        ("aside waits for", cuda.current),
-        ("enter", cuda.aside),
+    one_capture = [
+        ("side stream waits for", cuda.current_stream),
+        ("enter", cuda.side_stream),
         "compute",
         "compute, must not wait",
         "exit",
-        ("current waits for", cuda.aside),
-        ("enter", cuda.current),
+        ("current stream waits for", cuda.side_stream),
+        ("enter", cuda.current_stream),
         ("enter", cuda.graph, ("pool", "memory")),
         "compute",
         "exit",
         "exit",
     ]
-    assert cuda.calls == ["new stream", *one, *one], "one stream is enough"
+    assert cuda.calls == ["new stream", *one_capture, *one_capture], "both captures use one side stream"
     cuda.calls.clear()
     assert replays[0]() is OUTPUTS
     assert cuda.calls == ["replay"]
@@ -102,15 +110,15 @@ def test_a_step_is_warmed_up_and_checked_for_synchronization_before_the_capture(
 def test_a_step_that_synchronizes_is_not_captured_and_not_tried_again(
     cuda: CudaCalls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def waits() -> StepOutputs:
+    def compute_and_synchronize() -> StepOutputs:
         if cuda.is_error_mode:
             raise RuntimeError("called a synchronizing CUDA operation")
         return cuda.compute()
 
-    monkeypatch.setattr(graph_capturer, "StepGraphs", lambda *_, capturer, **__: capturer(waits))
+    monkeypatch.setattr(graph_capturer, "StepGraphs", lambda *_, capturer, **__: capturer(compute_and_synchronize))
     capturer = capturer_of()
     assert capturer.capture(STORAGE, 128) is None
-    assert not cuda.is_error_mode, "the mode is as it was"
+    assert not cuda.is_error_mode, "the sync debug mode is restored"
     assert ("enter", cuda.graph, ("pool", "memory")) not in cuda.calls
     assert capturer.capture(STORAGE, 128) is None
     assert caplog.messages == [

@@ -28,7 +28,8 @@ pytestmark = [
 
 BLOCK_SIZE = 64
 MAX_TOKENS = 6144
-SIZES = {**SHAPE, "head_dim": 64, "max_position_embeddings": MAX_TOKENS}  # for which warps specialize
+# The attention kernels use warp specialization for this head_dim.
+SIZES = {**SHAPE, "head_dim": 64, "max_position_embeddings": MAX_TOKENS}
 LLAMA, GEMMA = LlamaConfig(**SIZES), Gemma2Config(**SIZES, sliding_window=300, query_pre_attn_scalar=64)
 
 
@@ -61,12 +62,12 @@ def test_graphs_are_correct_and_agree_with_launches(
     shapes = graphs.shapes
     drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
     assert graphs.shapes == shapes, caplog.text
-    with ThreadPoolExecutor(1) as engine_thread:  # which is not the one that captured
+    with ThreadPoolExecutor(1) as engine_thread:  # another thread than the one that captured
         engine_thread.submit(compare, Runner(model, storage, kernels, graphs), exactness).result()
 
 
 def compare(captured: Runner, exactness: str) -> None:
-    """Run steps of up to four requests, some after long prefixes, both ways."""
+    """Compare captured and launched steps of up to four requests, some after long prefixes."""
     random, pool, launched = np.random.default_rng(0), captured.storage.pool, captured.without_graphs()
     prompts = [random.integers(0, VOCAB_SIZE, MAX_TOKENS).astype("<u4").tobytes() for _ in range(4)]
     tables = random.permutation(400).astype(np.int32)[:384].reshape(4, 96)
@@ -74,10 +75,10 @@ def compare(captured: Runner, exactness: str) -> None:
     for prompt, table, end in zip(prompts, tables, ends, strict=True):
         launched.run([Chunk(prompt, 0, int(end), table, None, wants_logits=False)])
     for _ in range(20):
-        news = random.integers(1, 16, 4) if random.random() < 0.5 else np.ones(4, dtype=np.int64)
+        num_new_tokens = random.integers(1, 16, 4) if random.random() < 0.5 else np.ones(4, dtype=np.int64)
         chunks = [
-            Chunk(prompt, int(end), int(end + new), table, None, wants_logits=True)
-            for prompt, table, end, new in zip(prompts, tables, ends, news, strict=True)
+            Chunk(prompt, int(end), int(end + num_new), table, None, wants_logits=True)
+            for prompt, table, end, num_new in zip(prompts, tables, ends, num_new_tokens, strict=True)
         ][: random.integers(1, 5)]
         got = captured.run(chunks)
         got_logits, got_blocks = got.logits.clone(), pool.blocks.clone()

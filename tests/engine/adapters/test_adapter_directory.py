@@ -14,7 +14,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A root with an adapter, next to an adapter outside of it."""
+    """A root with two adapters, next to a directory with an adapter outside of it."""
     for place in ("root/law", "root/team/tax", "outside"):
         directory = tmp_path / place
         directory.mkdir(parents=True)

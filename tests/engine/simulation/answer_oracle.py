@@ -37,18 +37,21 @@ class RequestRecord:
     """A request, and everything that its caller and the runner have observed.
 
     Attributes:
-        streamed: tokens that were passed to its callback.
+        streamed: tokens that were passed to the callback.
         streamed_prompt_logprobs: log probabilities of the prompt that arrived with these tokens.
-        num_computed: tokens that the runner computed for it.
-        upto: end of its last chunk; None before the first.
-        num_recomputed, num_skipped: tokens in which its chunks overlap, and tokens between them.
-        held: the receipt of a lease that it holds.
-        written_at_purge: tokens that it had published when its namespace was purged; it publishes no more.
-        may_end_early: its caller has called `finish`.
-        num_streamed_at_finish: number of tokens streamed when its caller called `finish`; None if none, or not called.
-        must_fail: it was in a step that failed, or its callback raised an exception.
-        num_ends: times that the engine has reported its end.
-        reused: tokens that its lease reused when it began, and those of them that were public.
+        held: the lease that the caller holds; None if it has no lease.
+        num_computed: tokens that the runner computed for the request.
+        upto: end of the last chunk; None before the first.
+        num_recomputed, num_skipped: tokens in which successive chunks overlap, and tokens between them.
+        written_at_purge: number of tokens that the request had published when its namespace was purged; later it must
+            not publish any. None if there was no purge.
+        is_cancelled: the caller cancelled the future before it was done.
+        is_judged: the result was checked.
+        may_end_early: the caller has called `finish`.
+        num_streamed_at_finish: number of tokens streamed when the caller called `finish`; None if none, or not called.
+        must_fail: the request was in a step that failed, or its callback raised an exception.
+        num_ends: number of times that the engine has reported the end of the request.
+        reused: number of tokens that the lease reused when the request began, and how many of them were public.
     """
 
     ask: Ask
@@ -95,8 +98,8 @@ class RequestRecord:
         table.put(0, read_logprob_rows(rows, np.frombuffer(tokens, dtype="<u4")[1:].tolist(), count))
         return tuple(table)
 
-    def computed(self, chunk: Chunk) -> None:
-        """Record that a chunk of it is being computed."""
+    def record_chunk(self, chunk: Chunk) -> None:
+        """Record that a chunk of the request is being computed."""
         if self.upto is not None:
             self.num_recomputed += max(0, self.upto - chunk.start)
             self.num_skipped += max(0, chunk.start - self.upto)
@@ -106,18 +109,17 @@ class RequestRecord:
     def add_chunk(self, chunk: GeneratedTokens) -> list[str]:
         """Add a streamed chunk, which must have the next tokens and the current usage. Returns the errors."""
         self.streamed.extend(chunk.token_ids)
-        self.streamed_prompt_logprobs += (
-            [chunk.prompt_logprobs] if len(self.streamed) == 1 or chunk.prompt_logprobs else []
-        )
+        if len(self.streamed) == 1 or chunk.prompt_logprobs:
+            self.streamed_prompt_logprobs.append(chunk.prompt_logprobs)
         streamed, expected = tuple(self.streamed), self.expected
         return [
-            *self._counted_wrong(chunk.usage),
-            *_wrong(
+            *self._usage_errors(chunk.usage),
+            *_error_unless(
                 streamed == expected[: len(streamed)] and len(streamed) < len(expected) + self.is_refused,
                 "a streamed token is not the next one",
             ),
-            *_wrong(not self.request.is_over, "a token was streamed after the end"),
-            *_wrong(
+            *_error_unless(not self.request.is_over, "a token was streamed after the end"),
+            *_error_unless(
                 chunk.usage.generated_tokens == len(streamed), "more or fewer tokens are counted than were streamed"
             ),
         ]
@@ -134,35 +136,37 @@ class RequestRecord:
             return Counter((f"failed with {type(error).__name__}",))
         result = self.future.result(0)
         assert not self.must_fail, "a request was answered whose step failed"
-        assert self.ask.deadline_s is None or self._answered_s(result) < self.ask.deadline_s + _ROUNDING_S
+        assert self.ask.deadline_s is None or self._answer_time_s(result) < self.ask.deadline_s + _ROUNDING_S
         if isinstance(result, GenerateResult):
             self._judge_generation(result)
         else:
             self._judge_prefill(result)
         self._judge_usage(result.usage, result.miss_reason)
-        counted = ("cached", "computed", "recomputed", "written")
+        kinds = ("cached", "computed", "recomputed", "written")
         return Counter(
             {
                 "answered": 1,
                 "finished early": self._is_early(result),
                 "risen to the end": isinstance(result, GenerateResult) and self._has_risen(result),
                 f"missed as {result.miss_reason.value}": 1,
-                **{f"{name} tokens": getattr(result.usage, f"{name}_tokens") for name in counted},
+                **{f"{kind} tokens": getattr(result.usage, f"{kind}_tokens") for kind in kinds},
             }
         )
 
     def _is_early(self, result: PrefillResult | GenerateResult) -> bool:
+        """Whether a generation ended between two steps, so that its last token was streamed like all others."""
         return isinstance(result, GenerateResult) and tuple(self.streamed) == result.token_ids
 
-    def _answered_s(self, result: PrefillResult | GenerateResult) -> float:
+    def _answer_time_s(self, result: PrefillResult | GenerateResult) -> float:
+        """Check the times of a result. Returns when the request was answered, by the clock of the engine."""
         timing = result.timing
-        parts_us = timing.queue_us, timing.prefill_us, timing.decode_us
-        assert min(parts_us) >= 0
-        if isinstance(result, PrefillResult):  # the time after its only token is no part
+        phases_us = timing.queue_us, timing.prefill_us, timing.decode_us
+        assert min(phases_us) >= 0
+        if isinstance(result, PrefillResult):  # the time after the only token belongs to no phase
             assert timing.decode_us == 0
-            assert timing.total_us >= sum(parts_us) - 2
+            assert timing.total_us >= sum(phases_us) - 2
         else:
-            assert abs(timing.total_us - sum(parts_us)) <= 2
+            assert abs(timing.total_us - sum(phases_us)) <= 2
         return self.request.times.received_s + timing.total_us / 1e6
 
     def _judge_error(self, error: BaseException, now_s: float, is_closed: bool) -> None:
@@ -199,8 +203,8 @@ class RequestRecord:
             assert streamed == result.token_ids[:-1]
             assert num_tokens == len(self.expected), "a generation ended early, and its last tokens were streamed late"
             assert not self.is_refused
-        most_tokens = num_tokens if self.num_streamed_at_finish is None else self.num_streamed_at_finish + 1
-        assert num_tokens <= most_tokens, "a generation continued that was to be stopped"
+        max_tokens = num_tokens if self.num_streamed_at_finish is None else self.num_streamed_at_finish + 1
+        assert num_tokens <= max_tokens, "a generation continued that was to be stopped"
         is_stopped = is_early or result.token_ids[-1] in self.ask.stop_token_ids or self._has_risen(result)
         assert result.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
         assert result.usage.generated_tokens == len(result.token_ids)
@@ -212,32 +216,34 @@ class RequestRecord:
         return self.ask.rises > 0 and result.token_ids[-1] == VOCAB_SIZE - 1
 
     def _judge_usage(self, usage: Usage, reason: MissReason) -> None:
-        assert self._counted_wrong(usage) == []
+        assert self._usage_errors(usage) == []
         num_decoded = max(0, usage.generated_tokens - 1)
         num_computed = usage.computed_tokens + num_decoded + self.num_recomputed - self.num_skipped
-        if self.may_end_early and self.upto is not None:  # it may have lost tokens that are not computed again
+        if self.may_end_early and self.upto is not None:  # tokens that a preemption dropped may not be computed again
             num_computed -= usage.prompt_tokens + num_decoded - self.upto
         assert self.num_computed == num_computed, "tokens were computed and not counted, or counted and not computed"
-        most_written = usage.prompt_tokens + num_decoded + self.num_recomputed  # what was evicted is written again
-        assert 0 <= usage.written_tokens <= self.ask.writes * most_written
+        # Recomputed tokens may be published again.
+        max_written_tokens = usage.prompt_tokens + num_decoded + self.num_recomputed
+        assert 0 <= usage.written_tokens <= self.ask.writes * max_written_tokens
         assert self.written_at_purge in (None, usage.written_tokens), "a purged request published something"
         assert (reason is MissReason.READ_DISABLED) == (not self.ask.reads)
         assert reason is not MissReason.ADAPTER_CHANGED or self.request.former
         if self.ask.reads:
             assert (reason is MissReason.NONE) == (usage.computed_tokens == 1)
 
-    def _counted_wrong(self, usage: Usage) -> list[str]:
+    def _usage_errors(self, usage: Usage) -> list[str]:
         prompt_tokens = len(self.ask.tokens) // 4
         adds_up = usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens == prompt_tokens
         return [
-            *_wrong(adds_up and usage.computed_tokens >= 1, "cached and computed tokens are not the prompt"),
-            *_wrong(usage.cached_tokens == 0 or self.ask.reads, "a request read the cache that must not"),
-            *_wrong(
+            *_error_unless(adds_up and usage.computed_tokens >= 1, "cached and computed tokens are not the prompt"),
+            *_error_unless(usage.cached_tokens == 0 or self.ask.reads, "a request read the cache that must not"),
+            *_error_unless(
                 (usage.cached_tokens, usage.public_tokens) == self.reused, "reused or public tokens are miscounted"
             ),
-            *_wrong(usage.recomputed_tokens == self.num_recomputed, "recomputed tokens are miscounted"),
+            *_error_unless(usage.recomputed_tokens == self.num_recomputed, "recomputed tokens are miscounted"),
         ]
 
 
-def _wrong(is_right: bool, message: str) -> list[str]:
+def _error_unless(is_right: bool, message: str) -> list[str]:
+    """Return the message of an error, or nothing."""
     return [] if is_right else [message]

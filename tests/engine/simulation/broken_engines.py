@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from radixkv.scheduling.step_budget import StepBudget
 from radixkv.scheduling.step_plan import Slice
 from tests.engine.simulation.simulated_model import SimulatedRunner
 
-Breaks = Callable[[pytest.MonkeyPatch], None]
+BreakEngine = Callable[[pytest.MonkeyPatch], None]
 
 
 def publishes_before_the_step(patch: pytest.MonkeyPatch) -> None:
@@ -94,21 +95,21 @@ def prepares_without_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def skips_copies(patch: pytest.MonkeyPatch) -> None:
-    chunk = step.chunk_of
+    chunk_of = step.chunk_of
 
     def without_copy(part: Slice) -> Chunk:
-        return dataclasses.replace(chunk(part), copy=None)
+        return dataclasses.replace(chunk_of(part), copy=None)
 
     patch.setattr(step, "chunk_of", without_copy)
 
 
 def repeats_copies(patch: pytest.MonkeyPatch) -> None:
-    chunk = step.chunk_of
+    chunk_of = step.chunk_of
     copies = {}
 
     def with_first_copy(part: Slice) -> Chunk:
-        copy = copies.setdefault(part.request.lease, chunk(part).copy)
-        return dataclasses.replace(chunk(part), copy=copy)
+        copy = copies.setdefault(part.request.lease, chunk_of(part).copy)
+        return dataclasses.replace(chunk_of(part), copy=copy)
 
     patch.setattr(step, "chunk_of", with_first_copy)
 
@@ -129,11 +130,12 @@ def ends_cancelled_requests_while_a_step_runs(patch: pytest.MonkeyPatch) -> None
 
     def submit_and_listen(core: EngineCore, request: Request) -> None:
         submit(core, request)
-        request.future.add_done_callback(
-            lambda future: (
-                core._completer.end(request, Outcome.CANCELLED) if future.cancelled() and not request.is_over else None
-            )
-        )
+
+        def end_if_cancelled(future: Future[Any]) -> None:
+            if future.cancelled() and not request.is_over:
+                core._completer.end(request, Outcome.CANCELLED)
+
+        request.future.add_done_callback(end_if_cancelled)
 
     patch.setattr(EngineCore, "submit", submit_and_listen)
 
@@ -143,9 +145,12 @@ def releases_the_blocks_of_cancelled_requests_while_a_step_runs(patch: pytest.Mo
 
     def submit_and_listen(core: EngineCore, request: Request) -> None:
         submit(core, request)
-        request.future.add_done_callback(
-            lambda future: request.lease.close() if future.cancelled() and request.lease else None
-        )
+
+        def release_if_cancelled(future: Future[Any]) -> None:
+            if future.cancelled() and request.lease:
+                request.lease.close()
+
+        request.future.add_done_callback(release_if_cancelled)
 
     patch.setattr(EngineCore, "submit", submit_and_listen)
 
@@ -164,13 +169,13 @@ def counts_no_recomputed_tokens(patch: pytest.MonkeyPatch) -> None:
 def resumes_after_a_preemption_as_if_nothing_was_evicted(patch: pytest.MonkeyPatch) -> None:
     admit = Admitter.admit
 
-    def admit_and_go_on(admitter: Admitter, request: Request, *args: Any, **options: Any) -> Admission:
+    def admit_and_skip_evicted_tokens(admitter: Admitter, request: Request, *args: Any, **options: Any) -> Admission:
         computed_upto = request.computed_upto
         admission = admit(admitter, request, *args, **options)
         request.computed_upto = max(computed_upto, request.computed_upto)
         return admission
 
-    patch.setattr(Admitter, "admit", admit_and_go_on)
+    patch.setattr(Admitter, "admit", admit_and_skip_evicted_tokens)
 
 
 def accepts_values_that_are_not_finite(patch: pytest.MonkeyPatch) -> None:
@@ -193,18 +198,18 @@ def reports_no_failed_steps_to_callers(patch: pytest.MonkeyPatch) -> None:
 def shares_between_salts(patch: pytest.MonkeyPatch) -> None:
     lease = PrefixCache.lease
 
-    def lease_anywhere(cache: PrefixCache, namespace: Namespace, tokens: bytes, **options: Any) -> Lease:
-        found = lease(cache, namespace._replace(salt=""), tokens, **options)
-        found.namespace = namespace
-        return found
+    def lease_without_salt(cache: PrefixCache, namespace: Namespace, tokens: bytes, **options: Any) -> Lease:
+        opened = lease(cache, namespace._replace(salt=""), tokens, **options)
+        opened.namespace = namespace
+        return opened
 
-    patch.setattr(PrefixCache, "lease", lease_anywhere)
+    patch.setattr(PrefixCache, "lease", lease_without_salt)
 
 
-def samples_by_the_position_in_the_batch(patch: pytest.MonkeyPatch) -> None:
+def samples_by_the_size_of_the_batch(patch: pytest.MonkeyPatch) -> None:
     predict = step.predict
 
-    def predict_by_place(
+    def predict_by_batch_size(
         logits: Any, most_likely: list[int], requests: list[Request], allowed: dict[int, Any]
     ) -> list[Prediction]:
         draw = sampler.draw
@@ -217,19 +222,19 @@ def samples_by_the_position_in_the_batch(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(sampler, "draw", draw)
         return predictions
 
-    patch.setattr(step, "predict", predict_by_place)
+    patch.setattr(step, "predict", predict_by_batch_size)
 
 
 def restarts_matchers_at_each_token(patch: pytest.MonkeyPatch) -> None:
     allowed_tokens = step.allowed_tokens
 
-    def allowed_at_first(requests: list[Request]) -> dict[int, Any]:
+    def restart_matchers(requests: list[Request]) -> dict[int, Any]:
         for request in requests:
             if request.generation is not None:
                 request.generation.matcher = None
         return allowed_tokens(requests)
 
-    patch.setattr(step, "allowed_tokens", allowed_at_first)
+    patch.setattr(step, "allowed_tokens", restart_matchers)
 
 
 def continues_without_an_allowed_token(patch: pytest.MonkeyPatch) -> None:
@@ -283,27 +288,27 @@ def keeps_the_blocks_of_failed_requests(patch: pytest.MonkeyPatch) -> None:
 
 
 def publishes_after_a_purge(patch: pytest.MonkeyPatch) -> None:
-    purging = EngineCore.purging
+    purge_in_slices = EngineCore.purge_in_slices
 
-    def purging_and_going_on(core: EngineCore, **names: str | None) -> Generator[None, None, PendingPurge]:
-        begun = yield from purging(core, **names)
+    def purge_and_allow_publishing(core: EngineCore, **names: str | None) -> Generator[None, None, PendingPurge]:
+        pending_purge = yield from purge_in_slices(core, **names)
         for request in core._scheduler.requests():
             request.is_revoked = False
-        return begun
+        return pending_purge
 
-    patch.setattr(EngineCore, "purging", purging_and_going_on)
+    patch.setattr(EngineCore, "purge_in_slices", purge_and_allow_publishing)
 
 
 def streams_the_last_token_twice(patch: pytest.MonkeyPatch) -> None:
     advance = RequestCompleter._advance
 
-    def advance_and_tell(completer: RequestCompleter, result: SliceResult) -> None:
+    def advance_and_stream_again(completer: RequestCompleter, result: SliceResult) -> None:
         advance(completer, result)
         request = result.token_slice.request
         if request.generation is not None and request.generation.finish_reason is not None:
             request.generation.on_tokens(GeneratedTokens(tuple(request.generation.token_ids[-1:]), request.usage))
 
-    patch.setattr(RequestCompleter, "_advance", advance_and_tell)
+    patch.setattr(RequestCompleter, "_advance", advance_and_stream_again)
 
 
 def ignores_deadlines(patch: pytest.MonkeyPatch) -> None:
@@ -343,11 +348,11 @@ def refuses_requests_that_only_have_to_wait(patch: pytest.MonkeyPatch) -> None:
 def puts_all_tenants_into_one_tree(patch: pytest.MonkeyPatch) -> None:
     roots = PublicPrefixes.roots
 
-    def shared_roots(public: PublicPrefixes, namespace: Namespace, tokens: bytes) -> Iterator[PublicRoot]:
+    def roots_of_one_tenant(public: PublicPrefixes, namespace: Namespace, tokens: bytes) -> Iterator[PublicRoot]:
         for root in roots(public, namespace, tokens):
             yield root._replace(namespace=root.namespace._replace(tenant="", salt=""))
 
-    patch.setattr(PublicPrefixes, "roots", shared_roots)
+    patch.setattr(PublicPrefixes, "roots", roots_of_one_tenant)
 
 
 def uses_public_prefixes_for_tenants_that_opted_out(patch: pytest.MonkeyPatch) -> None:
@@ -394,30 +399,30 @@ def counts_public_tokens_as_own(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "lease", lease_without_public_tokens)
 
 
-def forgets_public_prefixes_that_are_computed_in_their_bound(patch: pytest.MonkeyPatch) -> None:
+def does_not_count_unregistered_prefixes_that_are_being_computed(patch: pytest.MonkeyPatch) -> None:
     unregister = PublicPrefixes.unregister
 
-    def unregister_at_once(public: PublicPrefixes, name: str) -> PublicPrefix:
+    def unregister_and_forget(public: PublicPrefixes, name: str) -> PublicPrefix:
         prefix = unregister(public, name)
         if prefix.is_computing:
             public._draining.discard(prefix)
         return prefix
 
-    patch.setattr(PublicPrefixes, "unregister", unregister_at_once)
+    patch.setattr(PublicPrefixes, "unregister", unregister_and_forget)
 
 
 def computes_the_whole_prompt_with_an_invoked_adapter(patch: pytest.MonkeyPatch) -> None:
-    chunk = step.chunk_of
-    patch.setattr(step, "chunk_of", lambda part: dataclasses.replace(chunk(part), adapter_from=0))
+    chunk_of = step.chunk_of
+    patch.setattr(step, "chunk_of", lambda part: dataclasses.replace(chunk_of(part), adapter_from=0))
 
 
 def shares_what_an_invoked_adapter_generated_with_the_base_model(patch: pytest.MonkeyPatch) -> None:
-    def unmarked(request: Request, start: int) -> bytes:
+    def tokens_without_marks(request: Request, start: int) -> bytes:
         assert request.generation is not None
         token_ids = request.generation.token_ids[start - request.params.num_tokens :]
         return np.array(token_ids, dtype="<u4").tobytes()
 
-    patch.setattr(Request, "tokens_from", unmarked)
+    patch.setattr(Request, "tokens_from", tokens_without_marks)
 
 
 def invokes_adapters_a_token_late(patch: pytest.MonkeyPatch) -> None:
@@ -425,7 +430,7 @@ def invokes_adapters_a_token_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InvocationMarks, "invocation", lambda marks, digest, start: invocation(marks, digest, start + 1))
 
 
-BREAKS: tuple[Breaks, ...] = (
+BREAKS: tuple[BreakEngine, ...] = (
     publishes_before_the_step,
     starts_ahead_requests_that_ended,
     starts_ahead_whatever_is_due,
@@ -443,7 +448,7 @@ BREAKS: tuple[Breaks, ...] = (
     accepts_values_that_are_not_finite,
     reports_no_failed_steps_to_callers,
     shares_between_salts,
-    samples_by_the_position_in_the_batch,
+    samples_by_the_size_of_the_batch,
     restarts_matchers_at_each_token,
     continues_without_an_allowed_token,
     resumes_no_followers_when_it_publishes,
@@ -464,7 +469,7 @@ BREAKS: tuple[Breaks, ...] = (
     frees_public_prefixes_that_are_used,
     keeps_unused_public_prefixes,
     counts_public_tokens_as_own,
-    forgets_public_prefixes_that_are_computed_in_their_bound,
+    does_not_count_unregistered_prefixes_that_are_being_computed,
     computes_the_whole_prompt_with_an_invoked_adapter,
     shares_what_an_invoked_adapter_generated_with_the_base_model,
     invokes_adapters_a_token_late,

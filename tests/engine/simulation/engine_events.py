@@ -29,22 +29,22 @@ class _Value:
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        given = [
+        changed_fields = [
             (field.name, getattr(self, field.name)) for field in fields if getattr(self, field.name) != field.default
         ]
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed_fields)})"
 
 
 @dataclass(frozen=True, repr=False)
 class World(_Value):
-    """The sizes of one simulation.
+    """The configuration of one simulated engine.
 
     Attributes:
         max_held_blocks: blocks that held leases may keep; None for no bound.
-        max_public_blocks: blocks that public prefixes may take.
+        max_public_blocks: maximum number of blocks of public prefixes.
         step_s, token_s: virtual seconds that a step takes, and each of its tokens.
-        computes_once: nothing is evicted, cancelled or fails, and prompts branch where blocks end: no token
-            may be computed twice, except those in the block that a preempted request had not filled.
+        computes_once: nothing is evicted, cancelled or fails, and prompts branch where blocks end. So no token may be
+            computed twice, except those in the block that a preempted request had not filled.
     """
 
     block_size: int = 4
@@ -68,7 +68,7 @@ class Ask(_Value):
     """A request.
 
     Attributes:
-        key: the name that other events use for it.
+        key: the number by which other events refer to the request.
         adapter: name of its adapter; empty for the model itself.
         digest, invoked_by: the digest to which the name mapped when the request was sent, and the token that invokes
             the adapter; the simulation fills them in.
@@ -118,7 +118,7 @@ class Ask(_Value):
     @property
     def path(self) -> bytes:
         """The tokens, each with the adapter that computes it; see `path_of`."""
-        return _invoking(self.tokens, self.digest, self.invoked_by)
+        return _path_of_invocation(self.tokens, self.digest, self.invoked_by)
 
     @property
     def sampling(self) -> Sampling:
@@ -147,7 +147,7 @@ class Cancel(_Value):
 
 @dataclass(frozen=True, repr=False)
 class Finish(_Value):
-    """The caller of a generation wants no more tokens, while a step computes or between two steps."""
+    """The caller of a generation finishes it, while a step computes or between two steps."""
 
     at_s: float
     key: int
@@ -215,7 +215,7 @@ class Unregister(_Value):
 
 @dataclass(frozen=True, repr=False)
 class Fail(_Value):
-    """A step fails in one of the ways of `SimulatedRunner`, or all its requests are `cancelled` while it computes."""
+    """A step fails as described at `SimulatedRunner`, or all its requests are `cancelled` while it computes."""
 
     step: int
     how: str = "before"
@@ -223,7 +223,7 @@ class Fail(_Value):
 
 @dataclass(frozen=True, repr=False)
 class Close(_Value):
-    """The engine is closed. No event follows."""
+    """The engine is closed at a time, or after a number of steps. No event follows."""
 
     at_s: float = 0.0
     step: int | None = None
@@ -238,15 +238,15 @@ def tokens_of(prompt: Prompt, namespace: Namespace, digest: str = "", invoked_by
     tokens = b""
     for stem, length in prompt:
         if stem == ANSWER:
-            ids = continuation(namespace, _invoking(tokens, digest, invoked_by), Sampling(length, seed=0))
+            ids = continuation(namespace, _path_of_invocation(tokens, digest, invoked_by), Sampling(length, seed=0))
         else:
             ids = tuple(range(1000 * stem, 1000 * stem + length))
         tokens += np.array(ids, dtype="<u4").tobytes()
     return tokens
 
 
-def _invoking(tokens: bytes, digest: str, invoked_by: int | None) -> bytes:
-    """Return the path of tokens with an adapter that is invoked by a token, where that is for the last time."""
+def _path_of_invocation(tokens: bytes, digest: str, invoked_by: int | None) -> bytes:
+    """Return the path of tokens; see `path_of`. The last token `invoked_by` invokes the adapter."""
     ids = np.frombuffer(tokens, "<u4").tolist()
     if invoked_by is None or invoked_by not in ids:
         return tokens
@@ -257,30 +257,34 @@ def length_of(prompt: Prompt) -> int:
     return sum(length for _, length in prompt)
 
 
-def most_tokens_of(world: World, tenant: str, *, generates: bool) -> int:
-    """Return the most tokens that `Engine` allows for a prompt and its generation together."""
+def max_tokens_of(world: World, tenant: str, *, generates: bool) -> int:
+    """Return the maximum number of tokens that `Engine` allows for a prompt and its generation together."""
     ceiling = dict(world.quotas).get(tenant, Quota()).ceiling_blocks
-    in_pool = world.block_size * (world.num_blocks - generates)
-    return in_pool if ceiling is None else min(in_pool, world.block_size * ceiling + generates)
+    # A generation needs one more block, for a copy of the block in which its prompt ends.
+    max_pool_tokens = world.block_size * (world.num_blocks - (1 if generates else 0))
+    if ceiling is None:
+        return max_pool_tokens
+    # The K/V of the last generated token are never computed.
+    return min(max_pool_tokens, world.block_size * ceiling + (1 if generates else 0))
 
 
 def next_turn(world: World, rng: random.Random, ask: Ask, key: int, stem: int) -> Ask:
-    """Make the request that continues a generation's output with some tokens of a stem."""
+    """Make a request whose prompt is that of a generation, a part of its output, and some tokens of a stem."""
     prompt = (*ask.prompt, (ANSWER, rng.randint(1, ask.max_new_tokens)), (stem, rng.randint(1, 9)))
     return dataclasses.replace(
         ask,
         at_s=round(ask.at_s + rng.choice((10, 40)) * rng.random(), 2),
         key=key,
-        prompt=cut(prompt, most_tokens_of(world, ask.tenant, generates=False)),
+        prompt=cut(prompt, max_tokens_of(world, ask.tenant, generates=False)),
         max_new_tokens=0,
     )
 
 
 def cut(prompt: Prompt, num_tokens: int) -> Prompt:
     """Return the first tokens of a prompt."""
-    kept: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int]] = []
     for stem, length in prompt:
         if num_tokens > 0:
-            kept.append((stem, min(length, num_tokens)))
+            pieces.append((stem, min(length, num_tokens)))
         num_tokens -= length
-    return tuple(kept)
+    return tuple(pieces)

@@ -1,4 +1,4 @@
-"""Walks of the whole engine through virtual time. An oracle judges every step, and a failing walk is shortened.
+"""Simulates the whole engine in virtual time: a walk runs a script of events, and an oracle checks every step.
 
 python -m tests.engine.simulation.engine_walk --seeds 2000 --seed 0
 """
@@ -18,7 +18,7 @@ from tests.engine.simulation.engine_events import HOW_STEPS_FAIL, Close, Event, 
 from tests.engine.simulation.engine_script import make_script, make_world
 from tests.engine.simulation.simulated_engine import SimulatedEngine
 
-# One of this many seeds is also run with a failure at each of its steps in turn, unless it has too many steps.
+# One of this many seeds is also run with a failure at each of its steps in turn, unless it has more steps than this.
 _FAILURE_SEED_INTERVAL = 50
 _FAILURE_MAX_STEPS = 50
 
@@ -48,7 +48,7 @@ def failure_of(world: World, events: Iterable[Event]) -> str:
     """Take a walk, and return the error that it fails with; empty if it passes."""
     try:
         walk(world, events)
-    except Exception as error:  # noqa: BLE001 - whatever the engine raises is what is looked for
+    except Exception as error:  # noqa: BLE001 - any exception of the engine or the oracle is a failure
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -60,8 +60,8 @@ def shortest(world: World, events: Sequence[Event]) -> list[Event]:
     def is_failing(script: list[Event]) -> bool:
         return failure_of(world, script) == failure
 
-    kept = shortest_failing(lambda some: is_failing([events[i] for i in some]), list(range(len(events))))
-    script = [events[i] for i in kept]
+    needed = shortest_failing(lambda indices: is_failing([events[i] for i in indices]), list(range(len(events))))
+    script = [events[i] for i in needed]
     for i, event in enumerate(script):
         for field in dataclasses.fields(event):
             if field.default not in (dataclasses.MISSING, getattr(event, field.name)):

@@ -13,15 +13,16 @@ from tests.engine.simulation.engine_events import (
     Unload,
     World,
     cut,
-    most_tokens_of,
+    max_tokens_of,
     next_turn,
 )
 
-_FIRST_KEY, _NUM_TURNS, _STEM = 3000, 500, 600  # of requests and pieces that only these scripts have
+# Keys of requests and stems of pieces that only these scripts use. The key of a next turn is larger by a fixed number.
+_FIRST_KEY, _NEXT_TURN_KEYS, _FIRST_STEM = 3000, 500, 600
 
 
 def invoking_events(world: World, seed: int, script: Sequence[Event]) -> list[Event]:
-    """Write requests of a script again with adapters that are invoked by one of their tokens, and change these."""
+    """Repeat requests of a script with adapters that one of their tokens invokes, and remap or unload the adapters."""
     rng = random.Random(f"invoking script {seed}")
     asks = [event for event in script if isinstance(event, Ask)]
     if world.computes_once or rng.random() < 0.5:
@@ -31,28 +32,30 @@ def invoking_events(world: World, seed: int, script: Sequence[Event]) -> list[Ev
     asks = [ask for ask in asks if any(piece[0] == stem for piece in ask.prompt)]
     events: list[Event] = [Load(0.0, name, f"{name}+{invocation}") for name in ("helper", "guard")]
     for number in range(rng.randint(2, 8)):
-        ask = _invoking(world, rng, rng.choice(asks), _FIRST_KEY + number)
+        ask = _make_invoking_ask(world, rng, rng.choice(asks), _FIRST_KEY + number)
         events.append(ask)
         if ask.max_new_tokens:
-            events.append(next_turn(world, rng, ask, ask.key + _NUM_TURNS, rng.choice((stem, _STEM))))
+            events.append(next_turn(world, rng, ask, ask.key + _NEXT_TURN_KEYS, rng.choice((stem, _FIRST_STEM))))
         if rng.random() < 0.2:
             name, at_s = rng.choice(("helper", "guard")), round(ask.at_s + 9 * rng.random(), 2)
             events.append(Unload(at_s, name) if rng.random() < 0.3 else Load(at_s, name, f"new+{invocation}"))
     return events
 
 
-def _invoking(world: World, rng: random.Random, like: Ask, key: int) -> Ask:
+def _make_invoking_ask(world: World, rng: random.Random, original: Ask, key: int) -> Ask:
     """Make a request of the same tenant whose prompt begins like another one's."""
-    prompt = like.prompt if rng.random() < 0.6 else (*like.prompt, (_STEM + 1 + rng.randrange(2), rng.randint(1, 9)))
+    prompt = original.prompt
+    if rng.random() >= 0.6:
+        prompt = (*prompt, (_FIRST_STEM + 1 + rng.randrange(2), rng.randint(1, 9)))
     max_new_tokens = rng.choice((0, 0, 4, 12))
-    most_tokens = most_tokens_of(world, like.tenant, generates=max_new_tokens > 0)
-    max_new_tokens = min(max_new_tokens, most_tokens - 1)
+    max_tokens = max_tokens_of(world, original.tenant, generates=max_new_tokens > 0)
+    max_new_tokens = min(max_new_tokens, max_tokens - 1)
     return Ask(
-        round(like.at_s + rng.choice((1, 20)) * rng.random(), 2),
+        round(original.at_s + rng.choice((1, 20)) * rng.random(), 2),
         key,
-        cut(prompt, most_tokens - max_new_tokens),
-        like.tenant,
-        like.salt,
+        cut(prompt, max_tokens - max_new_tokens),
+        original.tenant,
+        original.salt,
         holds=not max_new_tokens and rng.random() < 0.2,
         max_new_tokens=max_new_tokens,
         adapter=rng.choice(("helper", "helper", "guard", "")),

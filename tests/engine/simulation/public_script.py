@@ -1,4 +1,4 @@
-"""Public prefixes in the scripts of a simulated engine: prefixes of later prompts, public for some time."""
+"""Public prefixes in the scripts of a simulated engine: some prefixes of prompts are public for some time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.engine.simulation.engine_events import (
     World,
     cut,
     length_of,
-    most_tokens_of,
+    max_tokens_of,
     next_turn,
 )
 
-_FIRST_KEY, _FIRST_STEM = 2000, 500  # of requests and pieces that only these scripts have
-_NUM_TURNS = 500  # of a script at most
+# Keys of requests and stems of pieces that only these scripts use. The key of a next turn is larger by a fixed number.
+_FIRST_KEY, _NEXT_TURN_KEYS, _FIRST_STEM = 2000, 500, 500
 _NAMES = ("p", "q", "r")
 
 
@@ -31,14 +31,14 @@ def with_public_prefixes(world: World, seed: int) -> World:
     rng = random.Random(f"public world {seed}")
     quotas = dict(world.quotas)
     if rng.random() < 0.3:
-        shy = rng.choice("abc")
-        quotas[shy] = dataclasses.replace(quotas.get(shy, Quota()), uses_public_prefixes=False)
+        tenant = rng.choice("abc")
+        quotas[tenant] = dataclasses.replace(quotas.get(tenant, Quota()), uses_public_prefixes=False)
     max_public_blocks = rng.choice((0, world.num_blocks // 4, world.num_blocks // 2))
     return dataclasses.replace(world, quotas=tuple(quotas.items()), max_public_blocks=max_public_blocks)
 
 
 def public_events(world: World, seed: int, script: Sequence[Event]) -> list[Event]:
-    """Write what operators do in the course of a script, and prompts that follow."""
+    """Write the events of operators during a script, and requests with prompts that share the public prefixes."""
     rng = random.Random(f"public script {seed}")
     asks = [event for event in script if isinstance(event, Ask)]
     if world.computes_once or rng.random() < 0.3:
@@ -55,26 +55,26 @@ def public_events(world: World, seed: int, script: Sequence[Event]) -> list[Even
             events.append(Unregister(round(at_s + rng.choice((0.5, 10, 60)) * rng.random(), 2), name))
         for _ in range(rng.randint(1, 5)):
             key = _FIRST_KEY + len(events)
-            follows_s = round(at_s + rng.choice((3, 30)) * rng.random(), 2)
-            following = _following(world, rng, Ask(follows_s, key, prefix, adapter=adapter))
+            following_s = round(at_s + rng.choice((3, 30)) * rng.random(), 2)
+            following = _make_following_ask(world, rng, Ask(following_s, key, prefix, adapter=adapter))
             events.append(following)
             if following.max_new_tokens:
-                events.append(next_turn(world, rng, following, key + _NUM_TURNS, _FIRST_STEM + 2))
+                events.append(next_turn(world, rng, following, key + _NEXT_TURN_KEYS, _FIRST_STEM + 2))
     return events
 
 
-def _following(world: World, rng: random.Random, ask: Ask) -> Ask:
-    """Make the request of any tenant for a prompt that shares more or less with a prefix."""
+def _make_following_ask(world: World, rng: random.Random, ask: Ask) -> Ask:
+    """Make a request of any tenant whose prompt shares all or some tokens of a public prefix."""
     tenant, max_new_tokens = rng.choice("abc"), rng.choice((0, 0, 3, 12))
-    most_tokens = most_tokens_of(world, tenant, generates=max_new_tokens > 0)
-    max_new_tokens = min(max_new_tokens, most_tokens - 1)
-    shared = length_of(ask.prompt) if rng.random() < 0.6 else rng.randint(0, length_of(ask.prompt))
-    prompt: Prompt = cut(ask.prompt, shared)
-    if not prompt or rng.random() < 0.7:  # of a few stems, so that those that follow share what they add, too
+    max_tokens = max_tokens_of(world, tenant, generates=max_new_tokens > 0)
+    max_new_tokens = min(max_new_tokens, max_tokens - 1)
+    num_shared_tokens = length_of(ask.prompt) if rng.random() < 0.6 else rng.randint(0, length_of(ask.prompt))
+    prompt: Prompt = cut(ask.prompt, num_shared_tokens)
+    if not prompt or rng.random() < 0.7:  # from one of two stems, which several prompts share
         prompt = (*prompt, (_FIRST_STEM + rng.randrange(2), rng.randint(1, 20)))
     return dataclasses.replace(
         ask,
-        prompt=cut(prompt, most_tokens - max_new_tokens),
+        prompt=cut(prompt, max_tokens - max_new_tokens),
         tenant=tenant,
         salt=rng.choice(("", "", "s")),
         max_new_tokens=max_new_tokens,

@@ -48,7 +48,7 @@ from tests.engine.simulation.engine_events import (
 )
 from tests.engine.simulation.engine_oracle import EngineOracle
 from tests.engine.simulation.public_oracle import PublicPrefixRecord
-from tests.engine.simulation.simulated_model import Part, SimulatedRunner, broken_part
+from tests.engine.simulation.simulated_model import Part, SimulatedRunner, index_of_broken_part
 from tests.events.event_oracle import WatchedCache
 from tests.fakes import FakeClock
 
@@ -75,7 +75,7 @@ class SimulatedEngine:
         self.watch.feed.switch_on(self.cache.nodes)
         failures = {event.step: event.how for event in events if isinstance(event, Fail)}
         self.runner = SimulatedRunner(
-            self.cache, self.clock, world.step_s, world.token_s, failures, during=self._during_step
+            self.cache, self.clock, world.step_s, world.token_s, failures, on_compute=self._during_step
         )
         config = EngineConfig(
             max_step_tokens=world.max_step_tokens,
@@ -89,30 +89,31 @@ class SimulatedEngine:
             config,
             clock=self.clock,
             work_clock=self.clock,
-            on_end=self._ended,
+            on_end=self._request_ended,
             observers=[self.oracle],
             weights=dict(world.weights),
             events=self.watch.feed,
         )
-        self.device = _Device(self.oracle.public.adapter_gone)
-        self._posted: deque[Callable[[], None]] = deque()  # functions that wait for the engine's thread
+        self.device = _ReportingDevice(self.oracle.public.record_removed_adapter)
+        self._posted: deque[Callable[[], None]] = deque()  # functions that the engine's thread will call between steps
         self._is_stepping = False
         thread = EngineThread(self._between_steps, self._posted.append, lambda: Draining("stopped"))
         self.adapters = Adapters("simulated", self.device.source(8), self.cache, thread)
         self.runner.device = self.device
-        self.runner.leases = self._leases
+        self.runner.leases = self._list_leases
         limits = _limits(world)
         self.public = PublicPrefixRegistry(self.cache.public, limits, self.adapters, thread, self._submit_public)
-        take = self.cache.lease
-        self.cache.lease = lambda *args, **options: self.oracle.public.lease(take, *args, **options)  # type: ignore[method-assign]
-        self._timed = sorted(
-            (event for event in events if not isinstance(event, Fail) and _closes_at(event) is None),
+        open_lease = self.cache.lease
+        self.cache.lease = lambda *args, **options: self.oracle.public.lease(open_lease, *args, **options)  # type: ignore[method-assign]
+        self._timed_events = sorted(
+            (event for event in events if not isinstance(event, Fail) and _closing_step(event) is None),
             key=lambda event: event.at_s,
         )
-        self._closes_at = min((step for event in events if (step := _closes_at(event)) is not None), default=None)
+        closing_steps = [step for step in map(_closing_step, events) if step is not None]
+        self._closes_after_step = min(closing_steps, default=None)
         self._records: dict[int, RequestRecord] = {}
-        self._registering: tuple[str, Ask] | None = None
-        self._apply: dict[type, Callable[..., None]] = {
+        self._registration: tuple[str, Ask] | None = None  # name and prompt of the last public prefix
+        self._handlers: dict[type, Callable[..., None]] = {
             Ask: self._ask,
             Cancel: self._cancel,
             Finish: self._finish,
@@ -129,7 +130,7 @@ class SimulatedEngine:
     def run(self) -> Counter[str]:
         """Run the script. Returns the kinds of events, each with its count."""
         while not self.oracle.is_closed:
-            self._happen()
+            self._run_due_events()
             if self.oracle.is_closed:
                 break
             if not self.core.has_work and not self._skip_time():
@@ -155,45 +156,46 @@ class SimulatedEngine:
         self.oracle.end_step()
         self.oracle.public.verify(self.public.listing().result(0))
         self.watch.verify(self.cache)
-        if self._closes_at is not None and self.runner.num_steps >= self._closes_at:
+        if self._closes_after_step is not None and self.runner.num_steps >= self._closes_after_step:
             self._close(Close())
 
     def _skip_time(self) -> bool:
-        """Move the clock to the next event, as nothing is left to compute. Returns whether there is one."""
+        """Move the clock to the next event, since there is nothing to compute. Returns whether there is an event."""
         expiry_s = self.core.held_leases.next_expiry_s()
-        times_s = [event.at_s for event in self._timed[:1]] + ([] if expiry_s is None else [expiry_s])
+        times_s = [event.at_s for event in self._timed_events[:1]] + ([] if expiry_s is None else [expiry_s])
         self.clock.now_s = max(self.clock.now_s, min(times_s, default=0.0))
         return bool(times_s)
 
-    def _happen(self, *, during_step: bool = False) -> None:
+    def _run_due_events(self, *, during_step: bool = False) -> None:
         """Run the events whose time has come. While a step computes, callers can only cancel and finish."""
-        due = [event for event in self._timed if event.at_s <= self.clock.now_s]
+        due = [event for event in self._timed_events if event.at_s <= self.clock.now_s]
         if during_step:
             due = [event for event in due if isinstance(event, Cancel | Finish) and event.during_step]
         for event in due:
             if self.oracle.is_closed:
                 break
-            self._timed.remove(event)
-            self._apply[type(event)](event)
+            self._timed_events.remove(event)
+            self._handlers[type(event)](event)
 
     def _during_step(self, parts: Sequence[Part], failure: str | None) -> None:
-        broken: Sequence[Part] = []
+        failing_parts: Sequence[Part] = []
         if failure == "not finite":
-            broken = [parts[broken_part(parts)]]
+            failing_parts = [parts[index_of_broken_part(parts)]]
         elif failure in ("before", "after"):
-            broken = parts
+            failing_parts = parts
         elif failure == "no memory":
-            self.oracle.out_of_memory(parts)
-            self._happen(during_step=True)
+            self.oracle.record_out_of_memory(parts)
+            self._run_due_events(during_step=True)
             return
-        computing = self.oracle.computing(parts, broken)
-        for record in computing if failure == "cancelled" else ():
-            self._cancel_request(record)
-        self._happen(during_step=True)
+        records = self.oracle.record_step(parts, failing_parts)
+        if failure == "cancelled":
+            for record in records:
+                self._cancel_request(record)
+        self._run_due_events(during_step=True)
 
     def _ask(self, ask: Ask) -> None:
         try:
-            digest, invoked_by = self._find(ask.adapter)
+            digest, invoked_by = self._resolve_adapter(ask.adapter)
         except UnknownAdapter:
             self.oracle.events["unknown adapters"] += 1
             return
@@ -216,25 +218,25 @@ class SimulatedEngine:
         generation = None
         if ask.max_new_tokens:
             stop_token_ids = frozenset(ask.stop_token_ids)
-            generation = Generation(ask.sampling, stop_token_ids, lambda chunk: self._take(record, chunk))
+            generation = Generation(ask.sampling, stop_token_ids, lambda chunk: self._receive_chunk(record, chunk))
         prompt = self.adapters.acquire(params.caller, params.tokens)
         assert prompt.namespace == ask.namespace
         record.request = prompt.request(params, record.future, generation)
         record.request.times.received_s = self.clock()
-        self.oracle.submitted(record)
+        self.oracle.record_submission(record)
         self.core.submit(record.request)
 
-    def _find(self, name: str) -> tuple[str, int | None]:
-        """Return the digest to which an adapter's name maps, and the token that invokes the adapter, if one does."""
-        found = self.adapters._names.find(name)
-        invocation = None if found.weights is None else found.weights.invocation_token_ids
-        return found.digest, invocation[0] if invocation else None
+    def _resolve_adapter(self, name: str) -> tuple[str, int | None]:
+        """Return the digest to which an adapter's name maps, and the token that invokes the adapter (None for none)."""
+        resolved = self.adapters._names.find(name)
+        invocation = None if resolved.weights is None else resolved.weights.invocation_token_ids
+        return resolved.digest, invocation[0] if invocation else None
 
     def _register(self, register: Register) -> None:
-        """Register a public prefix. It may be refused because of its name, its length, its adapter, or missing room."""
+        """Register a public prefix. Asserts that it is refused only for its name, its length or missing blocks."""
         oracle, cache = self.oracle.public, self.cache
         try:
-            digest, invoked_by = self._find(register.adapter)
+            digest, invoked_by = self._resolve_adapter(register.adapter)
         except UnknownAdapter:
             return
         ask = Ask(self.clock(), 0, register.prompt, PUBLIC_TENANT, digest=digest, invoked_by=invoked_by)
@@ -242,50 +244,50 @@ class SimulatedEngine:
         num_tokens = len(tokens) // TOKEN_BYTES
         is_possible = oracle.by_name(register.name) is None and num_tokens >= cache.block_size
         has_room = oracle.has_room(num_tokens)
-        self._registering = register.name, ask
-        done = self.public.register(register.name, tokens, register.adapter)
-        if done.done():
-            error = done.exception(0)
+        self._registration = register.name, ask
+        registration = self.public.register(register.name, tokens, register.adapter)
+        if registration.done():
+            error = registration.exception(0)
             assert not (is_possible and has_room), f"a public prefix was refused: {error!r}"
             self.oracle.events["public prefixes refused"] += isinstance(error, OutOfBlocks)
             return
-        assert is_possible, "a public prefix was taken that must be refused"
+        assert is_possible, "a public prefix was accepted that must be refused"
         assert has_room, "public prefixes take too many blocks"
 
     def _submit_public(self, request: Request) -> None:
         """Compute a public prefix, as the engine does any request."""
-        assert self._registering is not None
-        name, ask = self._registering
-        known = self.oracle.public.registered(name, request.namespace, request.prompt_tokens)
+        assert self._registration is not None
+        name, ask = self._registration
+        prefix_record = self.oracle.public.record_registration(name, request.namespace, request.prompt_tokens)
         record = RequestRecord(dataclasses.replace(ask, salt=request.namespace.salt), request.future)
         record.request = request
         request.times.received_s = self.clock()
-        request.future.add_done_callback(lambda done: self._public_has_ended(known, request, done))
-        self.oracle.submitted(record)
+        request.future.add_done_callback(lambda future: self._record_public_end(prefix_record, request, future))
+        self.oracle.record_submission(record)
         self.core.submit(request)
 
-    def _public_has_ended(self, known: PublicPrefixRecord, request: Request, done: Future[Any]) -> None:
-        if done.cancelled() or done.exception(0) is not None:
-            self._posted.append(lambda: self._public_has_failed(known, request))
+    def _record_public_end(self, prefix_record: PublicPrefixRecord, request: Request, future: Future[Any]) -> None:
+        if future.cancelled() or future.exception(0) is not None:
+            self._posted.append(lambda: self._record_public_failure(prefix_record, request))
         else:
-            self.oracle.public.computed(known)
+            self.oracle.public.record_computed(prefix_record)
 
-    def _public_has_failed(self, known: PublicPrefixRecord, request: Request) -> None:
+    def _record_public_failure(self, prefix_record: PublicPrefixRecord, request: Request) -> None:
         """Record that a prefix is no longer registered, as soon as no request computes it."""
         if request.is_over:
-            self.oracle.public.failed(known)
+            self.oracle.public.record_failure(prefix_record)
         else:
-            self._posted.append(lambda: self._public_has_failed(known, request))
+            self._posted.append(lambda: self._record_public_failure(prefix_record, request))
 
     def _unregister(self, unregister: Unregister) -> None:
-        known = self.oracle.public.by_name(unregister.name)
-        done = self.public.unregister(unregister.name)
-        assert (done.exception(0) is None) == (known is not None)
-        if known is not None:
-            self.oracle.public.unregistered(known)
+        prefix_record = self.oracle.public.by_name(unregister.name)
+        unregistration = self.public.unregister(unregister.name)
+        assert (unregistration.exception(0) is None) == (prefix_record is not None)
+        if prefix_record is not None:
+            self.oracle.public.record_unregistration(prefix_record)
 
     def _between_steps(self, function: Callable[[], Any]) -> Future[Any]:
-        """Call a function as the engine's thread would, which is this one: at once, or after the step."""
+        """Call a function between steps: immediately, or after the running step."""
         future: Future[Any] = Future()
 
         def call() -> None:
@@ -300,12 +302,12 @@ class SimulatedEngine:
             call()
         return future
 
-    def _leases(self) -> list[Lease]:
-        """List the leases into which the engine computes: those of requests, and of its trial step."""
+    def _list_leases(self) -> list[Lease]:
+        """List the leases that the engine computes: those of running requests, and that of a trial step."""
         return [*(each.open_lease for each in self.core._scheduler.running), *self.cache.leases]
 
-    def _ended(self, request: Request) -> None:
-        self.oracle.ended(request)
+    def _request_ended(self, request: Request) -> None:
+        self.oracle.record_end(request)
         self.adapters.release(request.adapter)
 
     def _load(self, load: Load) -> None:
@@ -319,19 +321,19 @@ class SimulatedEngine:
             self.oracle.events["adapters unloaded"] += 1
 
     def _run_posted(self) -> None:
-        """Run the functions that wait for the engine's thread, but not those that they post: steps run in between."""
+        """Run the posted functions, but not those that these post: a step runs first."""
         for _ in range(len(self._posted)):
             self._posted.popleft()()
 
     def _verify_adapters(self) -> None:
-        """Assert that only adapters with a name are left, and only what was cached with them."""
+        """Assert that adapters without a name are neither on the device nor have cached K/V."""
         named = {each.digest for each in self.adapters.loaded()}
         assert not any(each.is_draining or each.num_unfinished for each in self.adapters.loaded())
         assert self.device.held == named
         assert {tree.owner.namespace.adapter for tree in self.cache._trees.values()} <= {"", *named}
-        self.oracle.events["adapters drained"] += sum(what == "remove" for what, _ in self.device.calls)
+        self.oracle.events["adapters drained"] += sum(call == "remove" for call, _ in self.device.calls)
 
-    def _take(self, record: RequestRecord, chunk: GeneratedTokens) -> None:
+    def _receive_chunk(self, record: RequestRecord, chunk: GeneratedTokens) -> None:
         self.oracle.check_chunk(record, chunk)
         if len(record.streamed) == record.ask.cancels_at:
             self._cancel_request(record)
@@ -346,7 +348,7 @@ class SimulatedEngine:
             self._cancel_request(self._records[cancel.key])
 
     def _cancel_request(self, record: RequestRecord) -> None:
-        self.oracle.cancelling(record)
+        self.oracle.record_cancellation(record)
         record.future.cancel()
 
     def _finish(self, finish: Finish) -> None:
@@ -355,7 +357,7 @@ class SimulatedEngine:
 
     def _finish_generation(self, record: RequestRecord) -> None:
         if isinstance(record.future, GenerationFuture):
-            self.oracle.finishing(record)
+            self.oracle.record_finish(record)
             record.future.finish()
 
     def _release(self, release: Release) -> None:
@@ -378,7 +380,7 @@ class SimulatedEngine:
 
     def _purge(self, purge: Purge) -> None:
         purged = purge_at_once(self.core, tenant=purge.tenant, salt=purge.salt)
-        self.oracle.purged(purge.tenant, purge.salt)
+        self.oracle.record_purge(purge.tenant, purge.salt)
         self.oracle.events["blocks purged"] += purged.freed_blocks
         self.oracle.events["blocks purged in use"] += purged.pinned_blocks
 
@@ -387,8 +389,8 @@ class SimulatedEngine:
         self.core.close(Draining("stopped"))
 
 
-class _Device(FakeDevice):
-    """Reports the adapters that it removes."""
+class _ReportingDevice(FakeDevice):
+    """A device that reports the adapters that are removed from it."""
 
     def __init__(self, on_remove: Callable[[str], None]) -> None:
         super().__init__()
@@ -426,5 +428,6 @@ def _make_cache(world: World, clock: FakeClock, watch: WatchedCache) -> PrefixCa
     )
 
 
-def _closes_at(event: Event) -> int | None:
+def _closing_step(event: Event) -> int | None:
+    """Return the number of steps after which an event closes the engine; None if it does not, or at a time."""
     return event.step if isinstance(event, Close) else None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engine.simulation.broken_engines import BREAKS, Breaks
+from tests.engine.simulation.broken_engines import BREAKS, BreakEngine
 from tests.engine.simulation.engine_events import Ask, Event, Fail, Register, World
 from tests.engine.simulation.engine_script import make_script, make_world
 from tests.engine.simulation.engine_walk import (
@@ -20,8 +20,8 @@ from tests.engine.simulation.engine_walk import (
     walk_or_report,
 )
 
-# Events that every hundred seeds must contain; otherwise they prove little.
-INTERESTING = {
+# Events that the walks of the test below must contain; without them, the test proves little.
+REQUIRED_EVENTS = {
     "adapters changed",
     "adapters drained",
     "adapters that drain",
@@ -65,12 +65,12 @@ INTERESTING = {
     "steps without memory",
 }
 
-# Seeds that detect most of the broken engines, short walks first. The last three have many public prefixes.
-_TELLING = (5, 2, 16, 38, 4, 37, 23, 20)
+# Seeds whose walks detect most of the broken engines, short walks first. The last three have many public prefixes.
+_REVEALING_SEEDS = (5, 2, 16, 38, 4, 37, 23, 20)
 
 # Walks that failed once, and why.
-FOUND: dict[str, tuple[World, list[Event]]] = {
-    "the answer to a public prefix was not found by the next turn, which hangs below one block more": (
+WALKS_THAT_FAILED: dict[str, tuple[World, list[Event]]] = {
+    "the answer to a public prefix was not found by the next turn, which is rooted one block later": (
         World(block_size=2, num_blocks=24, max_public_blocks=12),
         [
             Register(at_s=0.0, name="r", prompt=((5, 1), (0, 7))),
@@ -82,7 +82,7 @@ FOUND: dict[str, tuple[World, list[Event]]] = {
         World(block_size=1, num_blocks=24, max_public_blocks=12),
         [Register(at_s=0.0, name="q", prompt=((3, 1),)), Ask(at_s=9.0, key=1, prompt=((3, 2),))],
     ),
-    "what was computed of a public prefix stayed when its request was cancelled": (
+    "the computed blocks of a public prefix stayed cached when its request was cancelled": (
         World(num_blocks=24, max_step_tokens=2, max_public_blocks=6),
         [
             Register(at_s=0.0, name="q", prompt=((1, 3), (4, 5))),
@@ -90,7 +90,7 @@ FOUND: dict[str, tuple[World, list[Event]]] = {
             Fail(step=2, how="cancelled"),
         ],
     ),
-    "a request was preempted before it computed anything, and what was cached for it since counted as computed": (
+    "a request was preempted before it computed anything, and tokens that were cached later counted as computed": (
         World(block_size=2, num_blocks=6, max_step_tokens=5, max_running_requests=4, policy="adaptive", token_s=0.0),
         [
             Ask(at_s=3.66, key=0, prompt=((1, 5),), max_new_tokens=5),
@@ -99,7 +99,7 @@ FOUND: dict[str, tuple[World, list[Event]]] = {
             Fail(step=1, how="no memory"),
         ],
     ),
-    "a request that waited for blocks was admitted as if none of it were cached, and followed who had published it": (
+    "a request that waited for blocks was admitted as if none of it were cached, and followed its publisher": (
         World(num_blocks=6, max_step_tokens=48, max_running_requests=20, max_retained_blocks=1, weights=(("a", 3.0),)),
         [
             Ask(at_s=1.97, key=0, prompt=((1, 2),), max_new_tokens=9),
@@ -108,7 +108,7 @@ FOUND: dict[str, tuple[World, list[Event]]] = {
             Ask(at_s=1.97, key=4, prompt=((1, 2), (0, 7), (2, 1), (0, 9), (4, 3), (5, 2))),
         ],
     ),
-    "a generation that was resumed went on to lead while it decoded": (
+    "a resumed generation still led other requests while it decoded": (
         World(num_blocks=6, max_step_tokens=8, policy="lfu", held_lease_ttl_s=3.0, weights=(("b", 0.25), ("c", 2.0))),
         [
             Ask(at_s=0.0, key=0, prompt=((1, 3),), tenant="c"),
@@ -116,7 +116,7 @@ FOUND: dict[str, tuple[World, list[Event]]] = {
             Ask(at_s=1.58, key=4, prompt=((1, 3), (5, 1)), tenant="c", max_new_tokens=10),
         ],
     ),
-    "a step that was started ahead found no memory, and waiting for it was taken for doing nothing": (
+    "a step started ahead ran out of memory, and waiting for it counted as doing nothing": (
         World(num_blocks=24, max_step_tokens=48, max_running_requests=20, max_retained_blocks=24),
         [
             Ask(at_s=0.0, key=0, prompt=((1, 1),), max_new_tokens=30),
@@ -128,8 +128,8 @@ FOUND: dict[str, tuple[World, list[Event]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Steps fail on purpose, and the engine logs each."""
+def _no_logs() -> Iterator[None]:
+    """Switch off the logs: steps fail on purpose, and the engine logs each failure."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -141,14 +141,14 @@ def test_every_request_gets_the_result_that_it_would_have_alone(seeds: range) ->
     for seed in seeds:
         world = make_world(seed)
         events += walk_or_report(world, make_script(world, seed))
-    assert {event for event in INTERESTING if not events[event]} == set()
+    assert {event for event in REQUIRED_EVENTS if not events[event]} == set()
 
 
-@pytest.mark.parametrize("why", FOUND)
-def test_seeds_that_once_found_bugs_pass(why: str) -> None:
-    num_asked = sum(isinstance(event, Ask | Register) for event in FOUND[why][1])
-    events = walk_or_report(*FOUND[why])
-    assert events["answered"] == num_asked - events["public prefixes that failed"]
+@pytest.mark.parametrize("bug", WALKS_THAT_FAILED)
+def test_walks_that_once_found_a_bug_pass(bug: str) -> None:
+    num_requests = sum(isinstance(event, Ask | Register) for event in WALKS_THAT_FAILED[bug][1])
+    events = walk_or_report(*WALKS_THAT_FAILED[bug])
+    assert events["answered"] == num_requests - events["public prefixes that failed"]
 
 
 def test_a_request_preempted_below_a_public_prefix_resumes_there() -> None:
@@ -156,7 +156,7 @@ def test_a_request_preempted_below_a_public_prefix_resumes_there() -> None:
     asks = [Ask(9.0, key, ((1, 4), (key, 1)), f"tenant {key}", max_new_tokens=10) for key in (2, 3)]
     events = walk_or_report(world, [Register(0.0, "p", ((1, 4),)), *asks])
     assert events["preemptions below public prefixes"] > 0
-    assert events["public tokens"] > 8  # of requests that began, and again of those that resumed
+    assert events["public tokens"] > 8  # four of each request when it began, and again when it resumed
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(13, marks=pytest.mark.slow)])
@@ -177,23 +177,23 @@ def test_the_same_seed_is_the_same_walk() -> None:
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("breaks", BREAKS, ids=lambda breaks: breaks.__name__)
-def test_the_oracle_detects_an_engine_that(breaks: Breaks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oracle_detects_an_engine_that(breaks: BreakEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(monkeypatch)
-    seeds = (*_TELLING, *range(100))
+    seeds = (*_REVEALING_SEEDS, *range(100))
     failures = (failure_of(make_world(seed), make_script(make_world(seed), seed)) for seed in seeds)
     failure = next(filter(None, failures), "")
     assert failure
-    assert not failure.startswith(("TypeError", "AttributeError")), "it is not broken as intended"
+    assert not failure.startswith(("TypeError", "AttributeError")), "the engine is not broken as intended"
 
 
 def test_a_failing_walk_is_shortened_and_printed_as_code() -> None:
     world = World(computes_once=True)
     asks = [Ask(float(key), key, ((key, 9),), urgency=60) for key in range(1, 8)]
-    twice = Ask(9.0, 8, ((3, 9),), top_p=0.5)
+    repeated = Ask(9.0, 8, ((3, 9),), top_p=0.5)
     assert failure_of(world, [*asks]) == ""
-    failure = failure_of(world, [*asks, twice])
+    failure = failure_of(world, [*asks, repeated])
     assert failure == "AssertionError: a token was computed twice"
-    short = shortest(world, [*asks, twice])
-    assert short == [Ask(3.0, 3, ((3, 9),)), Ask(9.0, 8, ((3, 9),))]
-    assert f"{short}" == "[Ask(at_s=3.0, key=3, prompt=((3, 9),)), Ask(at_s=9.0, key=8, prompt=((3, 9),))]"
-    assert failure in report(world, [*asks, twice])
+    shortened = shortest(world, [*asks, repeated])
+    assert shortened == [Ask(3.0, 3, ((3, 9),)), Ask(9.0, 8, ((3, 9),))]
+    assert f"{shortened}" == "[Ask(at_s=3.0, key=3, prompt=((3, 9),)), Ask(at_s=9.0, key=8, prompt=((3, 9),))]"
+    assert failure in report(world, [*asks, repeated])

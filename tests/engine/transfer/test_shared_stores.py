@@ -12,32 +12,32 @@ from tests.offload.tiered_bench import BLOCK_SIZE, TieredBench
 PROMPT = range(2 * BLOCK_SIZE + 1)
 
 
-def stored() -> tuple[TieredBench, SharedStores]:
-    """A bench whose shared store has the whole blocks of a prompt."""
+def bench_with_stores() -> tuple[TieredBench, SharedStores]:
+    """Return a bench whose shared store has the whole blocks of a prompt, and the stores of the bench."""
     bench = TieredBench(16, redis=100)
     bench.prefill(PROMPT)
     return bench, SharedStores(bench.offload.tiers)
 
 
 def test_blocks_that_a_server_published_are_loaded_by_their_keys() -> None:
-    bench, stores = stored()
+    bench, stores = bench_with_stores()
     blocks = list(bench.index.key_blocks(Namespace("fake"), tokens(PROMPT)))
-    other = blocks[0]._replace(key=bytes(32))
-    there, loaded = stores.exists("redis", [*blocks, other]), stores.load("redis", [*blocks, other])
+    absent_block = blocks[0]._replace(key=bytes(32))
+    existing, loaded = stores.exists("redis", [*blocks, absent_block]), stores.load("redis", [*blocks, absent_block])
     bench.stores["redis"].run()
-    assert there.result() == [True, True, False]
+    assert existing.result() == [True, True, False]
     first, second, missing = loaded.result()
     assert missing is Absence.ABSENT
     assert isinstance(first, LoadedBlock)
-    copy = stores.copy_of(second)
-    assert copy is not None
-    assert copy.nbytes == first.payload.nbytes
-    assert copy != first.payload
+    block_copy = stores.copy_of(second)
+    assert block_copy is not None
+    assert block_copy.nbytes == first.payload.nbytes
+    assert block_copy != first.payload
     assert stores.copy_of(missing) is None
 
 
 def test_a_block_with_other_tokens_is_not_a_copy() -> None:
-    bench, stores = stored()
+    bench, stores = bench_with_stores()
     block = next(bench.index.key_blocks(Namespace("fake"), tokens(PROMPT)))
     loaded = stores.load("redis", [block._replace(tokens=block.tokens[::-1])])
     bench.stores["redis"].run()
@@ -45,18 +45,18 @@ def test_a_block_with_other_tokens_is_not_a_copy() -> None:
 
 
 def test_a_store_that_fails_has_nothing() -> None:
-    bench, stores = stored()
+    bench, stores = bench_with_stores()
     block = next(bench.index.key_blocks(Namespace("fake"), tokens(PROMPT)))
     bench.stores["redis"].error = StoreUnavailable("redis: it answers neither the call nor health checks")
-    there, loaded = stores.exists("redis", [block]), stores.load("redis", [block])
+    existing, loaded = stores.exists("redis", [block]), stores.load("redis", [block])
     bench.stores["redis"].run()
-    assert (there.result(), loaded.result()) == (None, [Absence.UNAVAILABLE])
+    assert (existing.result(), loaded.result()) == (None, [Absence.UNAVAILABLE])
     assert stores.names() == ["redis"]
     assert SharedStores().names_for([block]) == []
 
 
-def test_a_store_that_is_being_purged_of_an_invoked_adapter_is_left_out_for_its_blocks() -> None:
-    bench, _ = stored()
+def test_a_store_in_which_an_invoked_adapter_is_being_purged_is_left_out_for_blocks_of_the_adapter() -> None:
+    bench, _ = bench_with_stores()
     stores = SharedStores(bench.offload.tiers, bench.offload.purger.is_purging_any)
     bench.cache.marks.add("law")
     invoking = bench.cache.marks.invocation("law", BLOCK_SIZE).marked(tokens(PROMPT))
