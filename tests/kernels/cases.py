@@ -55,15 +55,23 @@ def make_step(
 ) -> Step:
     """Place the requests in blocks, fill their slots with normal noise and all others with poison.
 
-    The blocks are shuffled, or adjacent ones of a pool that is ordered by layer.
+    Args:
+        prefix_lens, query_lens: tokens of each request whose K/V are in the pool before the step, and tokens of the
+            step. Both have their K/V in the returned pool.
+        heads: the head counts.
+        block_size, head_dim, dtype, device, seed: shape, dtype of the queries, device and seed of the noise.
+        kv_dtype: dtype of the pool; None for `dtype`.
+        is_adjacent: whether each request has adjacent blocks of a pool that is ordered by layer; otherwise the blocks
+            are shuffled.
+        is_latent: whether the pool stores latents, which are both keys and values.
     """
     generator = torch.Generator().manual_seed(seed)
     kv_lens = [p + q for p, q in zip(prefix_lens, query_lens, strict=True)]
-    num_used = [-(-n // block_size) for n in kv_lens]
-    num_blocks = sum(num_used) + 3
+    blocks_per_request = [-(-kv_len // block_size) for kv_len in kv_lens]
+    num_blocks = sum(blocks_per_request) + 3  # three blocks belong to no request
     shuffled = torch.randperm(num_blocks, generator=generator).numpy().astype(np.int32)
     block_ids = np.arange(num_blocks, dtype=np.int32) if is_adjacent else shuffled
-    tables = np.split(block_ids, np.cumsum(num_used))[: len(kv_lens)]
+    tables = np.split(block_ids, np.cumsum(blocks_per_request))[: len(kv_lens)]
     pool = poisoned_pool(
         num_blocks,
         heads.num_kv_heads,
@@ -91,24 +99,24 @@ def share(step: Step, shared_blocks: Mapping[int, tuple[int, int]]) -> Step:
     """
     batch = step.batch
     tables = batch.host_tables.copy()
-    for request, (other, num_blocks) in shared_blocks.items():
-        tables[request, :num_blocks] = tables[other, :num_blocks]
-    lens = batch.query_lens.tolist(), batch.kv_lens
-    built = PagedBatch.build(*lens, list(tables), batch.block_size, batch.block_tables.device)
-    return Step(step.query, step.pool, built)
+    for request, (source, num_blocks) in shared_blocks.items():
+        tables[request, :num_blocks] = tables[source, :num_blocks]
+    query_lens, device = batch.query_lens.tolist(), batch.block_tables.device
+    sharing_batch = PagedBatch.build(query_lens, batch.kv_lens, list(tables), batch.block_size, device)
+    return Step(step.query, step.pool, sharing_batch)
 
 
 def alone(step: Step, request: int) -> Step:
-    """Return the step of one of the requests."""
+    """Return a step of one of the requests alone, with all its query tokens."""
     batch = step.batch
     start, end = batch.query_starts[request : request + 2]
     table, device = batch.host_tables[request], batch.block_tables.device
-    built = PagedBatch.build([end - start], [batch.kv_lens[request]], [table], batch.block_size, device)
-    return Step(step.query[start:end], step.pool, built)
+    batch_of_one = PagedBatch.build([end - start], [batch.kv_lens[request]], [table], batch.block_size, device)
+    return Step(step.query[start:end], step.pool, batch_of_one)
 
 
 def cut(step: Step, request: int, start: int, end: int) -> tuple[torch.Tensor, PagedBatch]:
-    """Return the query tokens `[start, end)` of one request, alone."""
+    """Return the queries of tokens `[start, end)` of one request's suffix, and a batch of these tokens alone."""
     first, last = step.batch.query_starts[request : request + 2]
     prefix_len = step.batch.kv_lens[request] - (last - first)
     table = step.batch.host_tables[request]
@@ -127,7 +135,7 @@ def poisoned_pool(
     is_by_layer: bool = False,
     is_latent: bool = False,
 ) -> KVPool:
-    """Blocks of NaN: of NaN scales where the numbers themselves are integers."""
+    """Allocate a pool of NaN; a pool of integers has scales of NaN."""
     size = (num_blocks, NUM_LAYERS, num_kv_heads, block_size, head_dim)
     pool = KVPool.allocate(*size, dtype=dtype, device=device, is_by_layer=is_by_layer, is_latent=is_latent)
     pool.blocks.fill_(0xFF)
@@ -135,7 +143,7 @@ def poisoned_pool(
 
 
 def clone(pool: KVPool) -> KVPool:
-    """The same K/V in other memory."""
+    """Copy a pool with its K/V."""
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = pool.values.shape
     size = (num_blocks, num_layers, num_kv_heads, block_size, pool.head_dim)
     copied = KVPool.allocate(*size, dtype=pool.dtype, device=pool.blocks.device, is_by_layer=pool.is_by_layer)
@@ -159,10 +167,12 @@ RAGGED = {
 
 
 def attention_by_num_rows(sums_over: Literal["keys", "head_dim"]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Make a fused attention that adds up in reverse order from 64 rows on, as some processors' libraries do.
+    """Make a fused attention whose summation order is reversed from 64 rows on.
+
+    The libraries of some processors also change the order with the number of rows.
 
     Args:
-        sums_over: which of its sums.
+        sums_over: the sums whose order is reversed: those over the keys, or those over the head dim.
     """
 
     def attend(

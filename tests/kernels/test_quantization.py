@@ -5,7 +5,7 @@ from radixkv.kernels.quantization import LARGEST, dequantize, pack_int4, quantiz
 
 # Maximum rounding error, relative to the largest magnitude: half of the distance between neighbouring values. Integers
 # go up to 127 and 7. float8_e4m3fn has 3 mantissa bits, so the distance is at most 1/8 of the value.
-WORST = {torch.float8_e4m3fn: 1 / 16, torch.int8: 1 / 254, torch.int4: 1 / 14}
+MAX_ERROR = {torch.float8_e4m3fn: 1 / 16, torch.int8: 1 / 254, torch.int4: 1 / 14}
 
 
 @pytest.mark.parametrize("kv_dtype", LARGEST, ids=str)
@@ -15,10 +15,10 @@ def test_quantization_errors_are_at_most_half_a_step(dtype: torch.dtype, kv_dtyp
     values, scales = quantize(vectors, kv_dtype)
     assert (values.shape, values.dtype) == ((50, 3, stored_dim(64, kv_dtype)), stored_dtype(kv_dtype))
     assert (scales.shape, scales.dtype) == ((50, 3), torch.float32)
-    moved = (dequantize(values, scales, kv_dtype) - vectors.float()).abs()
+    errors = (dequantize(values, scales, kv_dtype) - vectors.float()).abs()
     largest = vectors.float().abs().amax(dim=-1, keepdim=True)
-    assert (moved <= largest * WORST[kv_dtype] * 1.001).all()
-    assert moved.max() > 0
+    assert (errors <= largest * MAX_ERROR[kv_dtype] * 1.001).all()
+    assert errors.max() > 0
 
 
 @pytest.mark.parametrize("kv_dtype", LARGEST, ids=str)

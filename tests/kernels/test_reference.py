@@ -15,7 +15,7 @@ from .cases import GQA, LAYER, MHA, MQA, make_step, poisoned_pool
 
 
 def contiguous_kv(pool: KVPool, batch: PagedBatch, request: int) -> torch.Tensor:
-    """Read `[kv_len, 2, num_kv_heads, head_dim]` slot by slot."""
+    """Read the K/V of a request slot by slot, `[kv_len, 2, num_kv_heads, head_dim]`."""
     rows = []
     for position in range(batch.kv_lens[request]):
         block_id = int(batch.block_tables[request, position // batch.block_size])
@@ -81,11 +81,13 @@ def test_write_kv_fills_exactly_its_slots() -> None:
 def test_a_latent_is_key_and_value(dtype: torch.dtype) -> None:
     latent = make_step([0, 3], [17, 14], MQA, kv_dtype=dtype, is_latent=True)
     pair = make_step([0, 3], [17, 14], MQA, kv_dtype=dtype)
+    # Both pools get the same vectors: first in all 34 slots, then in those of the 31 new tokens.
     vectors, largest = torch.randn(31, 1, 32), torch.zeros(31, 1)
-    for step, value in ((latent, None), (pair, vectors)):
+    for step in (latent, pair):
         slots = PagedBatch.build([17, 17], [17, 17], [*step.batch.host_tables], 16).slots
-        written = torch.randn(34, 1, 32, generator=torch.Generator().manual_seed(1))
-        reference.write_kv(written, None if value is None else written, slots, step.pool, LAYER)
+        earlier_vectors = torch.randn(34, 1, 32, generator=torch.Generator().manual_seed(1))
+        value = None if step is latent else earlier_vectors
+        reference.write_kv(earlier_vectors, value, slots, step.pool, LAYER)
     reference.write_kv(vectors, None, latent.batch.slots, latent.pool, LAYER, largest)
     reference.write_kv(vectors, vectors, pair.batch.slots, pair.pool, LAYER)
     assert torch.equal(largest, vectors.abs().amax(-1))
@@ -102,6 +104,7 @@ def test_write_kv_of_a_quantized_pool_leaves_its_neighbours_alone() -> None:
     assert pool.scales is not None
     assert torch.equal(pool.scales.isfinite().nonzero()[:, [0, 1, 4]].unique(dim=0), torch.tensor([[1, 1, 1]]))
     kv = pool.to_numbers(pool.values[1, 1, :, :, 1], pool.scales[1, 1, :, :, 1])
+    # Keys have 8 bits, values 4: the error is half a step of 1/127 or 1/7 of the largest magnitude.
     for got, vectors, num_steps in zip(kv, (key[0], value[0]), (254, 14), strict=True):
         assert ((got - vectors).abs() <= vectors.abs().amax(dim=-1, keepdim=True) / num_steps * 1.001).all()
 
@@ -119,5 +122,5 @@ def test_copy_blocks_copies_whole_blocks_and_nothing_else() -> None:
     pool.blocks.random_()
     before = pool.blocks.clone()
     reference.copy_blocks(pool, torch.tensor([1, 4, 1]), torch.tensor([0, 2, 5]))
-    for target, source in enumerate([1, 1, 4, 3, 4, 1]):
-        assert torch.equal(pool.blocks[target], before[source])
+    for block, source in enumerate([1, 1, 4, 3, 4, 1]):
+        assert torch.equal(pool.blocks[block], before[source])

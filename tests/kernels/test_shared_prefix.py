@@ -13,6 +13,7 @@ Run = tuple[int, int, tuple[int, ...]]  # first and end unit, and the requests
 
 
 def shared_runs(tables: list[list[int]], num_units: list[int], blocks_per_unit: int) -> list[Run]:
+    """Return the runs of the requests with these block tables."""
     order, same_units = prefix_order(np.array(tables, dtype=np.int32), num_units, blocks_per_unit)
     runs = runs_in_order([num_units[request] for request in order], same_units.tolist())
     return [
@@ -20,20 +21,20 @@ def shared_runs(tables: list[list[int]], num_units: list[int], blocks_per_unit: 
     ]
 
 
-def _by_definition(
+def sharing_requests(
     tables: list[list[int]], num_units: list[int], blocks_per_unit: int
 ) -> dict[tuple[int, int], set[int]]:
-    """Return the requests that share each unit of each request."""
-    return {
-        (request, unit): {
-            other
-            for other, table in enumerate(tables)
-            if num_units[other] > unit
-            and table[: (unit + 1) * blocks_per_unit] == tables[request][: (unit + 1) * blocks_per_unit]
-        }
-        for request, count in enumerate(num_units)
-        for unit in range(count)
-    }
+    """Return, by request and unit, the requests that have the same blocks up to the end of this unit."""
+    sharing: dict[tuple[int, int], set[int]] = {}
+    for request in range(len(tables)):
+        for unit in range(num_units[request]):
+            num_blocks = (unit + 1) * blocks_per_unit
+            sharing[request, unit] = {
+                other
+                for other in range(len(tables))
+                if num_units[other] > unit and tables[other][:num_blocks] == tables[request][:num_blocks]
+            }
+    return sharing
 
 
 @pytest.mark.parametrize("blocks_per_unit", [1, 3])
@@ -42,17 +43,17 @@ def test_each_unit_is_in_one_run_with_all_requests_that_share_it(blocks_per_unit
         rng = random.Random(seed)
         tables: list[list[int]] = []
         for _ in range(rng.randint(1, 9)):
-            base = rng.choice(tables)[: rng.randint(0, 12)] if tables and rng.random() < 0.8 else []
-            tables.append(base + [rng.randint(0, 2) for _ in range(12 - len(base))])
+            shared = rng.choice(tables)[: rng.randint(0, 12)] if tables and rng.random() < 0.8 else []
+            tables.append(shared + [rng.randint(0, 2) for _ in range(12 - len(shared))])
         num_units = [rng.randint(0, 12 // blocks_per_unit) for _ in tables]
         runs = shared_runs(tables, num_units, blocks_per_unit)
         got: dict[tuple[int, int], set[int]] = {}
         for first_unit, end_unit, requests in runs:
             for request in requests:
                 for unit in range(first_unit, end_unit):
-                    assert (request, unit) not in got, "one run a unit"
+                    assert (request, unit) not in got, "each unit of a request is in one run"
                     got[request, unit] = set(requests)
-        assert got == _by_definition(tables, num_units, blocks_per_unit)
+        assert got == sharing_requests(tables, num_units, blocks_per_unit)
 
 
 def test_without_sharing_there_is_one_run_per_request() -> None:

@@ -1,4 +1,4 @@
-"""The inputs of a step are copied to the device. There is none here, so a fake records the calls of torch."""
+"""The inputs of a step are copied to the device. Without a GPU, fakes record the calls of torch."""
 
 from __future__ import annotations
 
@@ -54,10 +54,12 @@ def test_the_next_arrays_are_filled_while_the_last_ones_are_copied() -> None:
     first = arrays.host["ids"].fill_(1)
     arrays.upload(3)
     arrays.host["ids"].fill_(2)
-    assert first.tolist() == arrays.device["ids"].tolist() == [1, 1, 1], "the copy may not have been made yet"
+    assert first.tolist() == arrays.device["ids"].tolist() == [1, 1, 1], (
+        "the first memory is not refilled: its copy may not have ended"
+    )
     arrays.upload(3)
     assert arrays.device["ids"].tolist() == [2, 2, 2]
-    assert arrays.host["ids"].data_ptr() == first.data_ptr(), "by now it was"
+    assert arrays.host["ids"].data_ptr() == first.data_ptr(), "the first copy has ended, so its memory is filled again"
 
 
 def test_a_gpu_fills_from_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

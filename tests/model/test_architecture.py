@@ -21,6 +21,7 @@ from tests.model.exact.checkpoints import SHAPE, write_checkpoint
 
 
 def refusal(config: PretrainedConfig, directory: Path) -> str:
+    """Write a checkpoint, and return the message with which loading it is refused."""
     write_checkpoint(config, directory, max_shard_size="10MB")
     with pytest.raises(UnsupportedModel) as refused:
         load_model(ModelConfig(path=str(directory), device="cpu"))
@@ -68,7 +69,7 @@ def test_a_mask_that_would_be_ignored_is_rejected(config: PretrainedConfig, reas
         ({"sliding_window": 24}, [24, None], False),
         ({"sliding_window": None}, [None], False),
         ({}, [None], False),
-        ({"sliding_window": 512}, [None], False),  # no sequence is longer
+        ({"sliding_window": 512}, [None], False),  # a window as long as the longest sequence hides nothing
         ({"sliding_window": 24, "layer_types": ["full_attention"]}, [None], False),
         ({"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}, [None], True),
     ],

@@ -25,7 +25,7 @@ def caches(tmp_path_factory, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["llama3", "gemma3"])
-def test_transformers_loads_what_a_gguf_file_became(tmp_path, kind, capsys):
+def test_transformers_loads_a_converted_gguf_file(tmp_path, kind, capsys):
     model = random_model(kind)
     source = write_gguf(tmp_path / "model.gguf", model, kind)
     assert main(["convert", str(source), str(tmp_path / "out")]) == 0
@@ -44,7 +44,7 @@ def test_transformers_loads_what_a_gguf_file_became(tmp_path, kind, capsys):
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.bfloat16), ("float16", torch.float16)])
-def test_weights_have_the_dtype_that_is_asked_for(tmp_path, dtype, expected):
+def test_weights_have_the_requested_dtype(tmp_path, dtype, expected):
     source = write_gguf(tmp_path / "model.gguf", random_model("qwen2"), "qwen2", "Q8_0")
     num_bytes = convert(str(source), str(tmp_path / "out"), dtype)
     assert num_bytes == (tmp_path / "out" / "model.safetensors").stat().st_size
@@ -83,8 +83,8 @@ def test_nothing_is_overwritten_and_nothing_is_left_after_an_error(tmp_path, cap
     assert sorted(each.name for each in tmp_path.iterdir()) == ["bad.gguf", "model.gguf", "out"]
 
 
-def test_a_converted_file_keeps_its_ends(tmp_path):
+def test_a_converted_file_keeps_its_end_tokens(tmp_path):
     source = write_gguf(tmp_path / "model.gguf", random_model("llama"), "llama")
     convert(str(source), str(tmp_path / "out"))
-    described = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert described["eos_token_id"] == [511, 509]
+    generation_config = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation_config["eos_token_id"] == [511, 509]

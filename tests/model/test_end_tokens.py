@@ -19,14 +19,13 @@ TURN_END = {"content": "<|im_end|>", "special": True}
 
 
 def write(directory: Path, **files: dict[str, Any]) -> Path:
-    for name, tree in files.items():
-        (directory / f"{name}.json").write_text(json.dumps(tree))
+    """Write JSON files, named without their suffix, to a directory, and return it."""
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
     return directory
 
 
-def test_a_tokenizer_that_names_another_token_than_generation_config(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_warning_lists_files_that_name_different_end_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = write(
         tmp_path,
         config={"eos_token_id": 2},
@@ -38,11 +37,11 @@ def test_a_tokenizer_that_names_another_token_than_generation_config(
     assert "generation_config.json names [2], config.json names [2], the tokenizer names [12]" in caplog.text
 
 
-def test_files_that_agree_are_no_reason_to_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_contradiction_no_warning_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = write(
         tmp_path,
         config={"text_config": {"eos_token_id": 12}},
-        generation_config={"eos_token_id": [2, 12]},  # as of many chat models: more than the others, and all of them
+        generation_config={"eos_token_id": [2, 12]},  # as in many chat models, it names the tokens of all other files
         tokenizer_config={"eos_token": TURN_END, "added_tokens_decoder": {"12": TURN_END}},
     )
     with caplog.at_level(logging.WARNING):
@@ -63,7 +62,7 @@ def test_files_that_agree_are_no_reason_to_warn(tmp_path: Path, caplog: pytest.L
         {"config": {"eos_token_id": 1, "text_config": {"eos_token_id": [7]}}, "generation_config": {"eos_token_id": 1}},
     ],
 )
-def test_each_place_that_files_have_for_it(files: dict[str, Any], tmp_path: Path) -> None:
+def test_the_end_token_is_found_in_each_place_of_the_files(files: dict[str, Any], tmp_path: Path) -> None:
     assert end_token_ids(write(tmp_path, **files), 300) >= {7}
 
 
@@ -91,8 +90,8 @@ def test_a_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
         end_token_ids(tmp_path, 300)
 
 
-def test_a_loaded_model_ends_with_all_of_them_and_with_no_default_of_its_class(tmp_path: Path) -> None:
-    """Without an entry in config.json, transformers' class would say 2."""
+def test_a_loaded_model_has_the_end_tokens_of_all_files_but_not_the_default_of_its_class(tmp_path: Path) -> None:
+    """config.json has no entry, for which the configuration class of transformers has the default 2."""
     write_checkpoint(CONFIGS["llama"], tmp_path, max_shard_size="10MB")
     config = json.loads((tmp_path / "config.json").read_text())
     del config["eos_token_id"]

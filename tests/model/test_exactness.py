@@ -27,53 +27,58 @@ from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS, models_for, run_cases
 from tests.processor import needs_exact_int8, skip_without_kernels_for
 
-# All models but one of the two with latents; slow tests run both.
+# All models but one of the two with latents; slow tests run both of these.
 QUICK = [name for name in MODELS if name != "deepseek_v2"]
 
-# Quick tests cover every model and every dtype of a model and of a pool; slow tests cover all combinations.
+# (dtype of the model, dtype of the pool). Quick tests cover each model and each dtype; slow tests all combinations.
 POOLS = [("float32", "bf16"), ("bfloat16", "fp8"), ("float32", "int8"), ("bfloat16", "k8v4")]
-DIVIDED = [("float32", "auto"), ("bfloat16", "int8")]
+TWO_POOLS = [("float32", "auto"), ("bfloat16", "int8")]
 
 WINDOWED = ["mistral", "gemma2", "qwen2", "gpt_oss", "gemma4_text"]
 
 
-def each(models: list[str], choices: list[tuple[str, ...]], *, num_long: int = 1) -> list[Any]:
-    """Return parameters of all models with all choices.
+def cases_of(models: list[str], choices: list[tuple[str, ...]], *, num_long: int = 1) -> list[Any]:
+    """Return the parameters of all models with all choices, with the marks of pytest.
 
-    `make test` takes one choice per model, in turn, and `make test-long` the `num_long` next ones. The rest is slow.
+    `make test` takes one choice per model, in turn, and `make test-long` the `num_long` next ones. The others are slow.
     """
 
-    def marks(number: int, index: int) -> Any:
-        distance = (index - number) % len(choices)
-        return () if distance == 0 else pytest.mark.long if distance <= num_long else pytest.mark.slow
+    def marks(model_index: int, choice_index: int) -> Any:
+        distance = (choice_index - model_index) % len(choices)
+        if distance == 0:
+            return ()
+        return pytest.mark.long if distance <= num_long else pytest.mark.slow
 
     return [
-        pytest.param(model, *choice, marks=marks(number, index))
-        for number, model in enumerate(models)
-        for index, choice in enumerate(choices)
+        pytest.param(model, *choice, marks=marks(model_index, choice_index))
+        for model_index, model in enumerate(models)
+        for choice_index, choice in enumerate(choices)
     ]
 
 
 @pytest.fixture(autouse=True)
 def _two_threads() -> Iterator[None]:
-    """One thread adds up everything in the same order; with more, the division of the work depends on its size."""
-    before = torch.get_num_threads()
+    """Use two threads: then the division of work among them, and so the summation order, may depend on the batch."""
+    usual_num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(usual_num_threads)
 
 
-@pytest.mark.parametrize(("model", "dtype"), each(QUICK, [("float32",), ("bfloat16",)]))
+@pytest.mark.parametrize(("model", "dtype"), cases_of(QUICK, [("float32",), ("bfloat16",)]))
 def test_no_bit_depends_on_the_cache(model: str, dtype: str) -> None:
     counts, first_difference = run_cases(model, dtype, "exact", num_cases=12, seed=len(model))
     assert first_difference == ""
     assert counts["cases"] == 12
     assert counts["partial hits"] >= 6
-    assert counts["hits inside a block"] >= (0 if model == "lfm2" else 5)  # states are kept at the ends of blocks
+    # The states of lfm2 are kept at block boundaries, so its hits end there.
+    assert counts["hits inside a block"] >= (0 if model == "lfm2" else 5)
     assert counts["turns"] >= 2
 
 
-@pytest.mark.parametrize(("model", "dtype", "kv_dtype"), each([name for name in QUICK if name != "deepseek_v3"], POOLS))
+@pytest.mark.parametrize(
+    ("model", "dtype", "kv_dtype"), cases_of([name for name in QUICK if name != "deepseek_v3"], POOLS)
+)
 def test_no_bit_of_a_quantized_pool_depends_on_the_cache(model: str, dtype: str, kv_dtype: str) -> None:
     counts, first_difference = run_cases(model, dtype, "exact", num_cases=6, seed=len(model), kv_dtype=kv_dtype)
     assert first_difference == ""
@@ -88,7 +93,7 @@ def test_no_bit_of_quantized_latents_depends_on_the_cache(dtype: str, kv_dtype: 
     assert counts["partial hits"] >= 2
 
 
-@pytest.mark.parametrize(("model", "dtype", "kv_dtype"), each(WINDOWED, DIVIDED))
+@pytest.mark.parametrize(("model", "dtype", "kv_dtype"), cases_of(WINDOWED, TWO_POOLS))
 def test_no_bit_depends_on_released_blocks_of_windowed_layers(model: str, dtype: str, kv_dtype: str) -> None:
     counts, first_difference = run_cases(
         model, dtype, "exact", num_cases=16, seed=len(model), kv_dtype=kv_dtype, is_divided=True
@@ -118,7 +123,7 @@ def test_models_that_a_gpu_would_refuse_are_not_tried_there() -> None:
         with contextlib.suppress(UnsupportedModel):
             check_architecture(type(module), config, torch.device("cuda"))
             model = Model(name, module, torch.device("cpu"), is_exact=False, is_fused=False)
-            if not model.kv_shape.heads:  # layers of several shapes, which the probe refuses
+            if not model.kv_shape.heads:  # set if layers have different shapes, which a GPU does not support
                 served.append(name)
     assert models_for("cuda") == served != models_for("cpu") == list(MODELS)
 
@@ -240,10 +245,10 @@ def test_a_matmul_that_is_not_batch_invariant_is_rejected_by_name(
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_torch_adds_up_a_row_in_the_same_order_from_two_rows_on(
+def test_torch_adds_up_a_row_in_the_same_order_in_any_batch_of_two_or_more_rows(
     dtype: torch.dtype, function: Callable[[torch.Tensor], torch.Tensor], num_columns: int
 ) -> None:
-    """Functions that exact mode leaves to torch. The inputs are sensitive to the order of summation."""
+    """Exact mode leaves these functions to torch. The inputs are sensitive to the order of summation."""
     rows, weight, _ = sensitive_linear(torch.empty(1, num_columns, dtype=dtype), None, 600)
     rows = rows * weight
     whole = function(rows[None])[0]

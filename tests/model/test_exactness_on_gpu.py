@@ -1,4 +1,4 @@
-"""Replacements of torch's functions in exact mode on a GPU: equal results, however they are called."""
+"""In exact mode on a GPU, replacements of torch's functions give torch's results, however they are called."""
 
 from types import SimpleNamespace
 
@@ -75,11 +75,11 @@ def test_tf32_set_by_the_environment_is_rejected(
 def test_exact_mode_disables_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(name="A GPU", shared_memory_per_block_optin=232_448)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    before = torch.get_float32_matmul_precision()
+    usual_precision = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
         require_exact_gpu(torch.device("cuda"))
         assert torch.get_float32_matmul_precision() == "highest"
         assert not torch.backends.cudnn.allow_tf32
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(usual_precision)

@@ -1,4 +1,4 @@
-"""GGUF files of every supported architecture are served as transformers computes the models they were made from."""
+"""A GGUF file of any supported architecture gives the results of the model from which it was made."""
 
 import gc
 import json
@@ -30,7 +30,7 @@ from tests.model.test_model import assert_agree, blocks, chunk
 from tests.model_files.gguf_models import KINDS, VOCAB_SIZE, random_model, write_gguf
 from tests.processor import skip_without_kernels_for
 
-# transformers reads the others as other models: without biases, sizes of heads, RoPE scaling, windows or soft caps.
+# transformers reads the other kinds without their biases, head dims, RoPE scaling, windows or softcaps.
 READ_BY_TRANSFORMERS = ("llama", "mistral", "qwen2")
 
 
@@ -45,7 +45,7 @@ def cache(tmp_path_factory, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_is_served_as_the_model_it_was_made_from(tmp_path, kind):
-    """Cold, warm and with a hit inside a block; and hits change no bit."""
+    """Cold logits agree with the model's, and a hit, even one that ends inside a block, changes no bit."""
     oracle = random_model(kind)
     path = write_gguf(tmp_path / "model.gguf", oracle, kind)
     model = load_model(ModelConfig(path=str(path), device="cpu"))
@@ -60,10 +60,10 @@ def test_a_file_is_served_as_the_model_it_was_made_from(tmp_path, kind):
         expected = oracle(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
     cold = runner.run([chunk(tokens, 0, 100, table[:7])]).logits[0].clone()
     assert_agree(cold, expected[-1])
-    for cached in (16, 50, 99):
-        runner.run([chunk(tokens, 0, cached, table[7:14])])
-        others = [chunk(tokens[:37], 0, 37, table[14:17]), chunk(tokens, cached, 100, table[7:14])]
-        warm = runner.run(others).logits[1]
+    for num_cached in (16, 50, 99):
+        runner.run([chunk(tokens, 0, num_cached, table[7:14])])
+        other_request = chunk(tokens[:37], 0, 37, table[14:17])
+        warm = runner.run([other_request, chunk(tokens, num_cached, 100, table[7:14])]).logits[1]
         assert torch.equal(warm, cold)
 
 
@@ -94,7 +94,7 @@ def test_logits_are_those_of_transformers_from_the_same_quantized_file(tmp_path,
     assert_agree(runner.run([chunk(tokens, 0, 60, np.arange(4, dtype=np.int32))]).logits[0], expected[-1])
 
 
-def layers_with_matrices(module):
+def linear_and_embedding_layers(module):
     kinds = torch.nn.Linear | torch.nn.Embedding
     return {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
 
@@ -105,8 +105,8 @@ def test_layers_keep_the_codes_of_a_file(tmp_path, kind, tensor_type):
     model = random_model(kind)
     path = write_gguf(tmp_path / "model.gguf", model, kind, tensor_type)
     inputs = GgufFile.read(path), type(model), model.config, torch.float32, "eager"
-    dequantized = layers_with_matrices(load_gguf_weights(*inputs))
-    for name, layer in layers_with_matrices(load_gguf_weights(*inputs, keeps_quantized=True)).items():
+    dequantized = linear_and_embedding_layers(load_gguf_weights(*inputs))
+    for name, layer in linear_and_embedding_layers(load_gguf_weights(*inputs, keeps_quantized=True)).items():
         stored, weight = stored_weight(layer), dequantized[name].weight
         if tensor_type == "F32":
             assert stored is None
@@ -115,7 +115,9 @@ def test_layers_keep_the_codes_of_a_file(tmp_path, kind, tensor_type):
         assert stored.bits == (4 if tensor_type in ("Q4_0", "Q4_1") else 8)
         error = (stored.dequantize() - weight).norm() / weight.norm()
         assert error <= (1e-2 if tensor_type == "Q5_0" else 0), name
-        assert layer.weight.untyped_storage().nbytes() == layer.weight.element_size(), "it is not stored twice"
+        assert layer.weight.untyped_storage().nbytes() == layer.weight.element_size(), (
+            "the weight is not stored a second time"
+        )
     assert not any(map(stored_weight, dequantized.values()))
 
 
@@ -135,26 +137,29 @@ def test_embeddings_stay_quantized_and_have_the_bits_of_dequantized_ones(tmp_pat
 def test_a_loaded_model_holds_its_weights_only_in_the_form_that_it_multiplies(tmp_path):
     skip_without_kernels_for("q4")
     path = write_gguf(tmp_path / "model.gguf", random_model("llama"), "llama", "Q4_1")
-    before = stored_weights()
+    weights_before = quantized_weights_in_memory()
     model = load_model(ModelConfig(path=str(path), device="cpu"))
     assert isinstance(model.module.get_input_embeddings(), QuantizedEmbedding)
     gc.collect()
-    assert not [each for each in stored_weights() if not any(each is other for other in before)]
+    is_new = [all(weight is not other for other in weights_before) for weight in quantized_weights_in_memory()]
+    assert not any(is_new)
 
 
-def stored_weights():
+def quantized_weights_in_memory():
     return [each for each in gc.get_objects() if type(each) is QuantizedWeight]
 
 
 def test_projections_of_different_types_are_merged_in_8_bits(tmp_path, caplog):
-    """As in files of the kind Q4_K_M. If they were not merged, the layer would not be computed in one call."""
+    """Files of the kind Q4_K_M mix types. C++ computes a layer in one call only if its projections are merged."""
     skip_without_kernels_for("q4")
     model = random_model("llama")
     mixed = {".attn_v.": "Q5_0", ".ffn_up.": "Q8_0"}
     path = write_gguf(tmp_path / "model.gguf", model, "llama", "Q4_0", mixed=mixed)
     with caplog.at_level(logging.INFO):
         served = load_model(ModelConfig(path=str(path), device="cpu", dtype="float32"))
-    assert "matmuls by library: q4 7, q8 6" in caplog.text  # 3 layers: o, down; qkv, gate with up; and the head
+    assert (
+        "matmuls by library: q4 7, q8 6" in caplog.text
+    )  # 3 layers: o and down in q4, qkv and gate with up in q8; and the head
     runner = Runner(served, KVStorage(16, 16, served.kv_shape, served.device), TorchKernels())
     tokens = np.random.default_rng(1).integers(0, VOCAB_SIZE, 60).astype("<u4")
     dequantized = load_gguf_weights(GgufFile.read(path), type(model), model.config, torch.float32, "eager")
@@ -167,7 +172,7 @@ def test_projections_of_different_types_are_merged_in_8_bits(tmp_path, caplog):
 
 
 def test_blocks_of_256_keep_their_codes():
-    """The package writes no such blocks, but reads them."""
+    """The package `gguf` can read blocks of type Q4_K, but not write them, so these are random bytes."""
     generator = np.random.default_rng(0)
     rows = generator.integers(0, 256, (6, 2, 144), dtype=np.uint8)
     rows[..., :4] = generator.uniform(1e-4, 1e-2, (6, 2, 2)).astype(np.float16).view(np.uint8)
@@ -189,7 +194,7 @@ def test_a_model_computes_with_the_codes_of_its_file(tmp_path, caplog, weights, 
         model = load_model(ModelConfig(path=str(path), device="cpu", weights=weights))
     (line,) = (each for each in caplog.messages if each.startswith("matmuls by library: "))
     backends = {part.split()[0] for part in line.removeprefix("matmuls by library: ").split(", ")}
-    expected = {"auto": {backend}, "q8": {"q8"}, "q4": {"q4", "q8"}}[weights]  # q4 has a head in q8
+    expected = {"auto": {backend}, "q8": {"q8"}, "q4": {"q4", "q8"}}[weights]  # with q4, the head is in q8
     assert backends == expected or (backend is None and weights == "auto")
     plain = load_model(ModelConfig(path=str(path), device="cpu", weights="int8" if weights == "auto" else "auto"))
     assert plain.fingerprint != model.fingerprint

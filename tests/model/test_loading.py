@@ -60,11 +60,11 @@ class TestBadDirectories:
         with pytest.raises(ConfigError, match="unexpected_keys"):
             load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
-    @pytest.mark.parametrize("wrong", [{"hidden_size": "x"}, {"num_key_value_heads": 0}])
-    def test_an_invalid_config_is_rejected_in_one_line(self, wrong: dict[str, object], tmp_path: Path) -> None:
+    @pytest.mark.parametrize("invalid", [{"hidden_size": "x"}, {"num_key_value_heads": 0}])
+    def test_an_invalid_config_is_rejected_in_one_line(self, invalid: dict[str, object], tmp_path: Path) -> None:
         write_checkpoint(CONFIGS["qwen3"], tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps({**config, **wrong}))
+        (tmp_path / "config.json").write_text(json.dumps({**config, **invalid}))
         with pytest.raises(ConfigError, match="can't be loaded") as refused:
             load_model(ModelConfig(path=str(tmp_path), device="cpu"))
         assert "\n" not in str(refused.value)
@@ -98,14 +98,15 @@ def test_groups_of_weights_are_rejected_without_compiled_kernels(monkeypatch: py
 @pytest.mark.parametrize("weights", [pytest.param("int8", marks=needs_exact_int8), "q8", "q4"])
 def test_quantized_weights_make_another_model(weights: str) -> None:
     skip_without_kernels_for(weights)
-    own, rounded = (load_model(ModelConfig(weights=each, device="cpu")) for each in ("auto", weights))
-    assert rounded.fingerprint != own.fingerprint
-    assert rounded.num_parameters == own.num_parameters
-    assert "model.layers.0.mlp.down_proj.weight" not in dict(rounded.module.named_parameters())
+    plain = load_model(ModelConfig(weights="auto", device="cpu"))
+    quantized = load_model(ModelConfig(weights=weights, device="cpu"))
+    assert quantized.fingerprint != plain.fingerprint
+    assert quantized.num_parameters == plain.num_parameters
+    assert "model.layers.0.mlp.down_proj.weight" not in dict(quantized.module.named_parameters())
 
 
-@pytest.mark.parametrize(("weights", "most"), [("q8", 0.02), ("q4", 0.3)])
-def test_a_model_computes_with_its_dequantized_weights(weights: str, most: float) -> None:
+@pytest.mark.parametrize(("weights", "max_difference"), [("q8", 0.02), ("q4", 0.3)])
+def test_a_model_computes_with_its_dequantized_weights(weights: str, max_difference: float) -> None:
     skip_without_kernels_for(weights)
     tokens = torch.arange(40)[None] * 7 % 256
     model = load_model(ModelConfig(weights=weights, device="cpu", exactness="fast"))
@@ -123,7 +124,7 @@ def test_a_model_computes_with_its_dequantized_weights(weights: str, most: float
                 layer.weight.copy_(QuantizedWeight.quantize(layer.weight, bits).dequantize())
         expected = oracle(input_ids=tokens, use_cache=False).logits
     assert (got - expected).norm() <= 1e-5 * expected.norm()
-    assert 1e-4 * original.norm() < (got - original).norm() < most * original.norm()
+    assert 1e-4 * original.norm() < (got - original).norm() < max_difference * original.norm()
 
 
 @pytest.mark.parametrize(("dtype", "num_warnings"), [("float16", 1), ("bfloat16", 0), ("float32", 0)])
@@ -138,11 +139,12 @@ class TestFilesThatDisagree:
     """A warning is logged if a model is served in another way than its files state."""
 
     def load(self, directory: Path, caplog: pytest.LogCaptureFixture, **files: dict[str, object]) -> list[str]:
+        """Write a checkpoint with fields added to its files, load it, and return the warnings of `loading`."""
         write_checkpoint(CONFIGS["llama"], directory, max_shard_size="10MB")
-        for name, more in files.items():
+        for name, fields in files.items():
             file = directory / f"{name}.json"
-            given = json.loads(file.read_text()) if file.is_file() else {}
-            file.write_text(json.dumps({**given, **more}))
+            existing_fields = json.loads(file.read_text()) if file.is_file() else {}
+            file.write_text(json.dumps({**existing_fields, **fields}))
         with caplog.at_level(logging.WARNING):
             load_model(ModelConfig(path=str(directory), device="cpu"))
         return [each.getMessage() for each in caplog.records if each.name == "radixkv.model.loading"]

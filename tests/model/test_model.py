@@ -34,14 +34,14 @@ MAX_DIFFERENCE = 1e-4
 
 @dataclass
 class Served:
-    """A checkpoint as it is served, and the model of transformers."""
+    """A checkpoint as radixkv serves it, and transformers' model of the same checkpoint as an oracle."""
 
     model: Model
     runner: Runner
     oracle: PreTrainedModel
 
     def expected(self, tokens: np.ndarray) -> torch.Tensor:
-        """Logits after each token, `[num_tokens, vocab_size]`."""
+        """Return the oracle's logits after each token, `[num_tokens, vocab_size]`."""
         with torch.inference_mode():
             return self.oracle(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
 
@@ -82,28 +82,28 @@ def test_a_cold_prompt_agrees_with_eager_attention(served: Served, length: int) 
     assert_agree(got.logits[0], served.expected(tokens)[-1])
 
 
-@pytest.mark.parametrize("cached", [BLOCK_SIZE, 2 * BLOCK_SIZE, 5 * BLOCK_SIZE])
-def test_a_warm_prompt_agrees_with_eager_attention(served: Served, cached: int) -> None:
+@pytest.mark.parametrize("num_cached", [BLOCK_SIZE, 2 * BLOCK_SIZE, 5 * BLOCK_SIZE])
+def test_a_warm_prompt_agrees_with_eager_attention(served: Served, num_cached: int) -> None:
     tokens, block_ids = prompt(100), blocks(7)
-    served.runner.run([chunk(tokens, 0, cached, block_ids)])
-    got = served.runner.run([chunk(tokens, cached, 100, block_ids)])
+    served.runner.run([chunk(tokens, 0, num_cached, block_ids)])
+    got = served.runner.run([chunk(tokens, num_cached, 100, block_ids)])
     assert_agree(got.logits[0], served.expected(tokens)[-1])
 
 
-@pytest.mark.parametrize("shared", [1, 15, 40, 63])
-def test_a_hit_inside_a_block_agrees_with_eager_attention(served: Served, shared: int) -> None:
+@pytest.mark.parametrize("num_shared", [1, 15, 40, 63])
+def test_a_hit_inside_a_block_agrees_with_eager_attention(served: Served, num_shared: int) -> None:
     first = prompt(100)
-    second = np.concatenate([first[:shared], prompt(50, seed=1)])
+    second = np.concatenate([first[:num_shared], prompt(50, seed=1)])
     block_ids = blocks(20)
     served.runner.run([chunk(first, 0, 100, block_ids[:7])])
-    whole = shared // BLOCK_SIZE
-    table = np.concatenate([block_ids[:whole], block_ids[7:]])
-    copy = BlockCopy(int(block_ids[whole]), int(block_ids[7]))
-    got = served.runner.run([chunk(second, shared, second.size, table, copy)])
+    num_whole_blocks = num_shared // BLOCK_SIZE
+    table = np.concatenate([block_ids[:num_whole_blocks], block_ids[7:]])
+    copy = BlockCopy(int(block_ids[num_whole_blocks]), int(block_ids[7]))
+    got = served.runner.run([chunk(second, num_shared, second.size, table, copy)])
     assert_agree(got.logits[0], served.expected(second)[-1])
 
 
-def test_every_chunk_end_agrees_with_eager_attention(served: Served) -> None:
+def test_a_prompt_in_chunks_agrees_with_eager_attention(served: Served) -> None:
     tokens, block_ids = prompt(100), blocks(7)
     expected = served.expected(tokens)
     ends = [1, 7, 16, 33, 34, 64, 99, 100]
@@ -145,18 +145,18 @@ def test_a_chunk_with_non_finite_values_is_reported_alone(served: Served) -> Non
 def test_a_chunk_whose_logits_are_not_finite_is_reported_as_such(
     served: Served, value: float, where: slice, is_finite: bool, num_wanted: int
 ) -> None:
-    """All hidden states, keys and values are finite. The bad row is the first one that the first chunk wants."""
+    """All hidden states, keys and values are finite. The first row of logits, one of the second chunk, is changed."""
 
     def spoil(_: object, __: object, output: Any) -> None:
         output.logits[0, 0, where] = value
 
     table = blocks(5)
-    first, second, third = chunk(prompt(10), 0, 10, table[:1]), chunk(prompt(20), 0, 20, table[1:3]), prompt(20, seed=1)
-    first = dataclasses.replace(first, wants_all_logits=num_wanted > 1)
-    unanswered = dataclasses.replace(chunk(third, 0, 20, table[3:]), wants_logits=False)
+    without_logits = dataclasses.replace(chunk(prompt(20, seed=1), 0, 20, table[3:]), wants_logits=False)
+    spoiled = dataclasses.replace(chunk(prompt(10), 0, 10, table[:1]), wants_all_logits=num_wanted > 1)
+    undisturbed = chunk(prompt(20), 0, 20, table[1:3])
     hook = served.model.module.register_forward_hook(spoil)
     try:
-        got = served.runner.run([unanswered, first, second])
+        got = served.runner.run([without_logits, spoiled, undisturbed])
     finally:
         hook.remove()
     assert got.is_finite == [True, is_finite, True]
@@ -171,7 +171,7 @@ def test_a_step_without_wanted_logits_returns_none(served: Served) -> None:
 
 
 @pytest.mark.sampled(one_in=3)
-def test_the_model_check_accepts_it_by_comparing_logits(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_check_compares_logits(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     check_model(served.model, TorchKernels(), BLOCK_SIZE)
     monkeypatch.setitem(LOGITS_TOLERANCE, served.model.kv_shape.dtype, -1.0)
     with pytest.raises(UnsupportedModel, match="over 0 cached tokens"):
@@ -181,18 +181,18 @@ def test_the_model_check_accepts_it_by_comparing_logits(served: Served, monkeypa
 def test_the_tiny_model_is_the_same_each_time() -> None:
     first, second = load_model(ModelConfig(device="cpu")), load_model(ModelConfig(device="cpu"))
     assert first.fingerprint == second.fingerprint
-    assert first.kv_shape.token_bytes == 4 * 2 * 2 * 32 * 4
+    assert first.kv_shape.token_bytes == 4 * 2 * 2 * 32 * 4  # layers, K and V, KV heads, head dim, bytes of float32
 
 
 def test_different_weights_have_different_fingerprints(tmp_path: Path) -> None:
     write_checkpoint(CONFIGS["llama"], tmp_path, max_shard_size="10MB")
-    before = load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+    original = load_model(ModelConfig(path=str(tmp_path), device="cpu"))
     model = load_eager(tmp_path)
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight[0, 0] += 1
     model.save_pretrained(tmp_path)
-    after = load_model(ModelConfig(path=str(tmp_path), device="cpu"))
-    assert before.fingerprint != after.fingerprint
+    changed = load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+    assert original.fingerprint != changed.fingerprint
 
 
 def test_a_mixture_of_experts_is_served(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_mixture_of_experts_is_served(tmp_path: Path) -> None:
 def test_a_model_that_hides_its_last_states_is_refused() -> None:
     module = load_model(ModelConfig(device="cpu")).module
     module.model.forward = lambda **_: SimpleNamespace(hidden=torch.zeros(1, 16, 256))
-    module.forward = lambda **given: SimpleNamespace(logits=torch.zeros(1, 1, 512), base=module.model(**given))
+    module.forward = lambda **inputs: SimpleNamespace(logits=torch.zeros(1, 1, 512), base=module.model(**inputs))
     with pytest.raises(UnsupportedModel, match="returns its last hidden states, got none"):
         Model("hidden", module, torch.device("cpu"))
 
@@ -232,7 +232,7 @@ def test_a_model_that_hides_its_last_states_is_refused() -> None:
     ],
     ids=["default", "linear", "dynamic", "longrope"],
 )
-def test_prompts_end_where_rotation_would_depend_on_the_longest_one(
+def test_sequences_end_where_their_rope_would_depend_on_their_length(
     rope: dict[str, object], max_tokens: int, tmp_path: Path
 ) -> None:
     shape = CONFIGS["llama"].to_dict()
@@ -241,9 +241,11 @@ def test_prompts_end_where_rotation_would_depend_on_the_longest_one(
     assert load_model(ModelConfig(path=str(tmp_path), device="cpu")).max_tokens == max_tokens
 
 
-@pytest.mark.parametrize(("given", "ends"), [(512, set()), (-1, set()), ([5, 50_256, -1, 511], {5, 511}), (0, {0})])
-def test_eos_tokens_beyond_the_vocabulary_are_ignored(given: int | list[int], ends: set[int]) -> None:
+@pytest.mark.parametrize(
+    ("eos_token_id", "expected"), [(512, set()), (-1, set()), ([5, 50_256, -1, 511], {5, 511}), (0, {0})]
+)
+def test_eos_tokens_beyond_the_vocabulary_are_ignored(eos_token_id: int | list[int], expected: set[int]) -> None:
     module = build_tiny_model(ATTENTION_NAME)
-    module.generation_config.eos_token_id = given
+    module.generation_config.eos_token_id = eos_token_id
     model = Model("tiny", module, torch.device("cpu"))
-    assert (model.vocab_size, model.eos_token_ids) == (512, ends)
+    assert (model.vocab_size, model.eos_token_ids) == (512, expected)

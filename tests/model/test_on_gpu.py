@@ -12,7 +12,7 @@ from radixkv.model.loading import load_model
 from tests.patience import PATIENCE_S
 from tests.rules.house import ROOT, imported_modules, imported_names, modules
 
-DOOR = "radixkv.model.on_gpu"
+ONLY_IMPORTER = "radixkv.model.on_gpu"
 NEED_TRITON = (
     "adapters.low_rank_kernels",
     "attention.flashinfer_kernels",
@@ -49,18 +49,22 @@ def test_a_model_is_served_on_a_cpu_without_triton() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_one_module_imports_what_needs_triton() -> None:
-    def needs_triton(name: str) -> bool:
+def test_outside_the_kernels_one_module_imports_all_others_that_need_triton() -> None:
+    def imports_triton(name: str) -> bool:
         return any(each.partition(".")[0] == "triton" for each in imported_names(name))
 
+    def imports_any(name: str, imported: set[str]) -> bool:
+        return name != ONLY_IMPORTER and bool(imported_modules(name) & (imported - {ONLY_IMPORTER}))
+
     ours = {name for name in modules() if not name.startswith("bench")}
-    needing = {name for name in ours if needs_triton(name)}
-    while more := {name for name in ours - needing if name != DOOR and imported_modules(name) & (needing - {DOOR})}:
-        needing |= more
-    assert DOOR in needing
+    needing = {name for name in ours if imports_triton(name)}
+    # Add the modules that import one of these, until there are no more.
+    while importers := {name for name in ours - needing if imports_any(name, needing)}:
+        needing |= importers
+    assert ONLY_IMPORTER in needing
     assert "radixkv.model.attention.triton_kernels" in needing
     outside = {name for name in needing if not name.startswith("radixkv.kernels")}
-    assert outside == {DOOR, *(f"radixkv.model.{name}" for name in NEED_TRITON)}
+    assert outside == {ONLY_IMPORTER, *(f"radixkv.model.{name}" for name in NEED_TRITON)}
 
 
 def test_a_gpu_without_triton_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

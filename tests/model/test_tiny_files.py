@@ -32,10 +32,10 @@ def test_the_first_ids_are_bytes(tokenizer):
 
 
 def test_any_text_is_decoded_to_itself(tokenizer):
-    dice = random.Random(0)
+    rng = random.Random(0)
     for _ in range(200):
-        points = [dice.choice((dice.randrange(128), dice.randrange(0xD7FF), dice.randrange(0x10000, 0x10FFFF)))]
-        text = "".join(map(chr, points * dice.randrange(1, 4))) + " the end"
+        points = [rng.choice((rng.randrange(128), rng.randrange(0xD7FF), rng.randrange(0x10000, 0x10FFFF)))]
+        text = "".join(map(chr, points * rng.randrange(1, 4))) + " the end"
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -54,7 +54,6 @@ def test_the_config_matches_the_model(directory):
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     ours = tiny_config()
     assert config.model_type == ours.model_type
-    assert {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim")} == {
-        name: getattr(ours, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim")
-    }
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim"):
+        assert getattr(config, name) == getattr(ours, name), name
     assert config.eos_token_id == [509, 511]

@@ -33,7 +33,8 @@ _SIZES = {
     "initializer_range": 0.2,
 }
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 48, "query_pre_attn_scalar": 48, "sliding_window": 24}
-# Kinds of models by name: the architecture in the file, the model type, and what differs.
+# Kinds of models by name: the architecture in the file, the model type in transformers, and values that replace those
+# of `_SIZES`.
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", {}),
     "llama-tied-with-biases": (
@@ -114,22 +115,27 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def random_model(kind: str, **others: Any) -> PreTrainedModel:
-    """Return a model of a kind in float32, with eager attention, and norms that are not 1."""
+def random_model(kind: str, **options: Any) -> PreTrainedModel:
+    """Return a random model of a kind in float32, with eager attention, and random weights in its norms, too.
+
+    Args:
+        kind: a name in `KINDS`.
+        options: further values of the configuration.
+    """
     _, model_type, differences = KINDS[kind]
-    config = AutoConfig.for_model(model_type, **{**_SIZES, **differences, **others})
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **differences, **options})
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                around = 0.0 if name.endswith("bias") or model_type.startswith("gemma") else 1.0
-                parameter.copy_(around + 0.3 * torch.randn_like(parameter))
+                mean = 0.0 if name.endswith("bias") or model_type.startswith("gemma") else 1.0
+                parameter.copy_(mean + 0.3 * torch.randn_like(parameter))
     return model
 
 
 def vocabulary() -> dict[str, Any]:
-    """Return the values of the embedded model's tokenizer."""
+    """Return the metadata of the embedded model's tokenizer."""
     pieces = [*_letters_of_bytes(), *("".join(pair).replace("_", "\u0120") for pair in merges()), *SPECIAL_TOKENS]
     return {
         "model": "gpt2",
@@ -160,11 +166,11 @@ def write_gguf(
 
     Args:
         path: the file.
-        model: of `random_model`.
-        kind: the same.
-        tensor_type: of matrices; others are F32.
-        mixed: other types of matrices, by a part of their names.
-        metadata: further values; `None` leaves a value out. Two underscores stand for a dot.
+        model: made by `random_model`.
+        kind: the kind of the model.
+        tensor_type: type of matrices; other tensors are F32.
+        mixed: the types of some matrices, by a part of their names, in place of `tensor_type`.
+        metadata: further values by key, with two underscores in place of a dot; None leaves a value out.
     """
     architecture = KINDS[kind][0]
     writer = gguf.GGUFWriter(path, architecture)
@@ -182,9 +188,10 @@ def write_gguf(
     for name, tensor in model.state_dict().items():
         if name not in tied:
             base, _, suffix = name.rpartition(".")
-            written = f"{names.get_name(base)}.{suffix}"
-            own_type = next((each for part, each in (mixed or {}).items() if part in written), tensor_type)
-            add_tensor(writer, written, _converted(written, tensor, model, architecture).numpy(), own_type)
+            gguf_name = f"{names.get_name(base)}.{suffix}"
+            matching_types = [each for part, each in (mixed or {}).items() if part in gguf_name]
+            own_type = matching_types[0] if matching_types else tensor_type
+            add_tensor(writer, gguf_name, _convert(gguf_name, tensor, model, architecture).numpy(), own_type)
     for name, factors in _rope_factors(model).items():
         add_tensor(writer, name, factors, "F32")
     writer.write_header_to_file()
@@ -235,14 +242,16 @@ def _hyperparameters(model: PreTrainedModel, architecture: str) -> dict[str, Any
     return {f"{architecture}.{key}": value for key, value in values.items()}
 
 
-def _converted(name: str, tensor: torch.Tensor, model: PreTrainedModel, architecture: str) -> torch.Tensor:
+def _convert(name: str, tensor: torch.Tensor, model: PreTrainedModel, architecture: str) -> torch.Tensor:
+    """Return a tensor as llama.cpp stores it: norms of Gemma plus one, and queries and keys of Llama permuted."""
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
         return tensor + 1
     if architecture != "llama" or not any(each in name for each in (".attn_q.", ".attn_k.")):
         return tensor
     heads = model.config.num_attention_heads if ".attn_q." in name else model.config.num_key_value_heads
-    rest = tensor.shape[1:]
-    return tensor.reshape(heads, 2, -1, *rest).swapaxes(1, 2).reshape(-1, *rest)
+    # Llama.cpp rotates adjacent pairs of rows, transformers a row of the first half of a head with one of the second.
+    other_dims = tensor.shape[1:]
+    return tensor.reshape(heads, 2, -1, *other_dims).swapaxes(1, 2).reshape(-1, *other_dims)
 
 
 def _rope_factors(model: PreTrainedModel) -> dict[str, np.ndarray]:
@@ -253,13 +262,13 @@ def _rope_factors(model: PreTrainedModel) -> dict[str, np.ndarray]:
         }
     if rope.get("rope_type") != "llama3":
         return {}
-    # The frequencies that transformers computes, next to those without scaling.
-    plain = 1 / rope["rope_theta"] ** (np.arange(0, model.config.head_dim, 2) / model.config.head_dim)
-    return {"rope_freqs.weight": (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)}
+    # The factors by which scaling divides the frequencies.
+    unscaled = 1 / rope["rope_theta"] ** (np.arange(0, model.config.head_dim, 2) / model.config.head_dim)
+    return {"rope_freqs.weight": (unscaled / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)}
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    kinds: Mapping[type, Any] = {
+    adders: Mapping[type, Any] = {
         bool: writer.add_bool,
         str: writer.add_string,
         int: writer.add_uint32,
@@ -267,4 +276,4 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         list: writer.add_array,
         tuple: writer.add_array,
     }
-    kinds[type(value)](key, value)
+    adders[type(value)](key, value)

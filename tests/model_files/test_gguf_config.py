@@ -22,17 +22,21 @@ VALUES = {
 }
 
 
-def file(architecture="llama", tensors=("token_embd.weight",), tokenizer=(), **values):
-    own = {**VALUES, **({"attention.sliding_window": 512} if architecture.startswith("gemma") else {})}
-    own |= {name.replace("__", "."): value for name, value in values.items()}
+def gguf_file(architecture="llama", tensors=("token_embd.weight",), tokenizer=(), **values):
+    """Return the header of a file with `VALUES`, changed by `values`, whose keys have two underscores for a dot.
+
+    None removes a value.
+    """
+    hyperparameters = {**VALUES, **({"attention.sliding_window": 512} if architecture.startswith("gemma") else {})}
+    hyperparameters |= {name.replace("__", "."): value for name, value in values.items()}
     metadata = {"general.architecture": architecture}
-    metadata |= {f"{architecture}.{key}": value for key, value in own.items() if value is not None}
+    metadata |= {f"{architecture}.{key}": value for key, value in hyperparameters.items() if value is not None}
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in dict(tokenizer).items()}
     return GgufFile(Path("model.gguf"), metadata, dict.fromkeys(tensors, MATRIX))
 
 
 def test_sizes_are_read():
-    config = model_config(file())
+    config = model_config(gguf_file())
     assert (
         config
         | {
@@ -53,9 +57,9 @@ def test_sizes_are_read():
         }
         == config
     )
-    assert not model_config(file(tensors=("token_embd.weight", "output.weight")))["tie_word_embeddings"]
-    assert model_config(file(attention__head_count_kv=None))["num_key_value_heads"] == 4
-    assert model_config(file(attention__head_count_kv=(2, 2)))["num_key_value_heads"] == 2
+    assert not model_config(gguf_file(tensors=("token_embd.weight", "output.weight")))["tie_word_embeddings"]
+    assert model_config(gguf_file(attention__head_count_kv=None))["num_key_value_heads"] == 4
+    assert model_config(gguf_file(attention__head_count_kv=(2, 2)))["num_key_value_heads"] == 2
 
 
 @pytest.mark.parametrize(
@@ -73,14 +77,16 @@ def test_defaults_of_llama_cpp_for_missing_fields(architecture, values, expected
     values = {key.replace(".", "__"): value for key, value in values.items()}
     if architecture != "phi3":
         values["attention__value_length"] = values.get("attention__key_length")
-    config = model_config(file(architecture, **values))
+    config = model_config(gguf_file(architecture, **values))
     assert config | expected == config
 
 
-def test_layers_of_gemma():
-    kinds = model_config(file("gemma3", block_count=13))["layer_types"]
+def test_layers_of_gemma_alternate_between_sliding_and_full_attention():
+    kinds = model_config(gguf_file("gemma3", block_count=13))["layer_types"]
     assert [index for index, each in enumerate(kinds) if each == "full_attention"] == [5, 11]
-    assert model_config(file("gemma2", block_count=4))["layer_types"] == ["sliding_attention", "full_attention"] * 2
+    assert (
+        model_config(gguf_file("gemma2", block_count=4))["layer_types"] == ["sliding_attention", "full_attention"] * 2
+    )
 
 
 @pytest.mark.parametrize("architecture", ["mamba", "deepseek2", "llama4", "bert", ""])
@@ -88,7 +94,7 @@ def test_other_architectures_are_refused_by_name(architecture):
     with pytest.raises(
         UnsupportedModel, match=f"of the architecture {architecture or 'none'}: supported are llama, qwen2"
     ):
-        model_config(file(architecture))
+        model_config(gguf_file(architecture))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +120,7 @@ def test_other_architectures_are_refused_by_name(architecture):
 )
 def test_hyperparameters_that_are_not_served_are_refused_by_name(values, message):
     with pytest.raises(UnsupportedModel, match=message):
-        model_config(file(**values))
+        model_config(gguf_file(**values))
 
 
 @pytest.mark.parametrize(
@@ -132,24 +138,26 @@ def test_hyperparameters_that_are_not_served_are_refused_by_name(values, message
 )
 def test_damaged_hyperparameters_are_refused_by_name(values, message):
     with pytest.raises(ConfigError, match=message):
-        model_config(file(**values))
+        model_config(gguf_file(**values))
 
 
 def test_neutral_values_are_accepted():
-    config = model_config(file(expert_count=0, attention__causal=True, rope__scaling__type="none", vocab_size=1000))
+    config = model_config(
+        gguf_file(expert_count=0, attention__causal=True, rope__scaling__type="none", vocab_size=1000)
+    )
     assert config["rope_parameters"]["rope_type"] == "default"
 
 
 def test_every_token_that_ends_a_turn_ends_a_generation():
     tokens = ("<s>", "</s>", "<|im_end|>", "word", "<end_of_turn>", "<|eot_id|>")
     tokenizer = {"tokens": tokens, "token_type": (3, 3, 3, 1, 3, 1), "eos_token_id": 1, "bos_token_id": 0}
-    assert generation_config(file(tokenizer=tokenizer)) == {
+    assert generation_config(gguf_file(tokenizer=tokenizer)) == {
         "bos_token_id": 0,
         "pad_token_id": None,
         "eos_token_id": [1, 2, 4],
-    }, "a normal token of such a text is none"
+    }, "a normal token with the text of an end token does not end a generation"
     tokenizer = {"tokens": (), "eos_token_id": 7, "eot_token_id": 9, "eom_token_id": 7}
-    assert generation_config(file(tokenizer=tokenizer))["eos_token_id"] == [7, 9]
+    assert generation_config(gguf_file(tokenizer=tokenizer))["eos_token_id"] == [7, 9]
 
 
 def test_every_architecture_has_a_class_of_transformers():
@@ -159,18 +167,20 @@ def test_every_architecture_has_a_class_of_transformers():
 
 
 def test_every_header_is_read_or_refused():
-    """Values of other types and ranges, for every key of every architecture."""
-    dice = random.Random(3)
-    odd = (0, 1, -1, 2**40, 0.0, -2.5, float("nan"), float("inf"), True, "x", "", (), (1, 2), ("a",), (3, 3, 3))
+    """The headers have values of other types and ranges, for random keys of every architecture."""
+    rng = random.Random(3)
+    odd_values = (0, 1, -1, 2**40, 0.0, -2.5, float("nan"), float("inf"), True, "x", "", (), (1, 2), ("a",), (3, 3, 3))
     keys = [*VALUES, "attention.key_length", "attention.value_length", "attention.sliding_window", "rope.freq_base"]
     keys += ["rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "final_logit_softcapping"]
     keys += ["rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scale_linear", "other"]
     tokenizer = ("tokens", "token_type", "eos_token_id", "eot_token_id", "model", "pre", "merges", "scores")
     outcomes = set()
     for _ in range(4000):
-        architecture = dice.choice([*ARCHITECTURES])
-        changed = {key.replace(".", "__"): dice.choice(odd) for key in dice.sample(keys, dice.choice((0, 1, 2)))}
-        given = file(architecture, tokenizer={key: dice.choice(odd) for key in dice.sample(tokenizer, 2)}, **changed)
+        architecture = rng.choice([*ARCHITECTURES])
+        changed = {key.replace(".", "__"): rng.choice(odd_values) for key in rng.sample(keys, rng.choice((0, 1, 2)))}
+        given = gguf_file(
+            architecture, tokenizer={key: rng.choice(odd_values) for key in rng.sample(tokenizer, 2)}, **changed
+        )
         try:
             json.dumps([model_config(given), generation_config(given)])
             tokenizer_files(given)
@@ -201,8 +211,8 @@ def test_every_header_is_read_or_refused():
         ("phi3", {"rope_factors_short": (1.0,) * 8, "rope_factors_long": (2.0,) * 8}, "longrope"),
     ],
 )
-def test_rope_factors_that_are_tensors(tmp_path, architecture, tensors, outcome):
-    given = file(architecture)
+def test_rope_factors_in_tensors_are_read_or_refused(tmp_path, architecture, tensors, outcome):
+    given = gguf_file(architecture)
     (tmp_path / "model.gguf").write_bytes(b"".join(struct.pack(f"<{len(each)}f", *each) for each in tensors.values()))
     offset, entries = 0, dict(given.tensors)
     for name, values in tensors.items():

@@ -46,7 +46,7 @@ def test_a_file_that_was_replaced_gets_a_new_directory(file):
     assert json.loads((after / "config.json").read_text())["num_hidden_layers"] == 2
 
 
-def test_a_cache_that_cannot_be_written_does_not_matter(file, cache):
+def test_without_a_writable_cache_another_directory_is_used(file, cache):
     cache.write_text("a file")
     directory = gguf_directory(file)
     assert Tokenizer.load(directory).encode("Hello") == byte_level().encode("Hello")
@@ -77,7 +77,7 @@ def test_a_gateway_gets_the_directory_with_the_tokenizer(file):
     assert os.path.isfile(f"{info.tokenizer_path}/tokenizer.json")
 
 
-def test_a_command_says_what_is_wrong_with_a_tokenizer(tmp_path, capsys):
+def test_a_command_reports_what_is_wrong_with_a_tokenizer(tmp_path, capsys):
     (tmp_path / "bad.gguf").write_text("text")
     for source, message in {
         "bad.gguf": "--tokenizer: expected a GGUF file of a language model, got ",

@@ -9,8 +9,8 @@ STRING, ARRAY, UINT32, FLOAT32, UINT64 = 8, 9, 4, 6, 10
 
 
 def text(value):
-    data = value.encode() if isinstance(value, str) else value
-    return struct.pack("<Q", len(data)) + data
+    encoded = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(encoded)) + encoded
 
 
 def key(name, kind, value):
@@ -25,8 +25,8 @@ NAME = key("general.architecture", STRING, text("llama"))
 
 
 def gguf_bytes(keys=(NAME,), tensors=(), data=b"", version=3):
-    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys)) + b"".join((*keys, *tensors))
-    return head + bytes(-len(head) % 32) + data
+    header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys)) + b"".join((*keys, *tensors))
+    return header + bytes(-len(header) % 32) + data
 
 
 @pytest.fixture
@@ -143,9 +143,9 @@ def test_every_cut_of_a_file_is_refused(read):
 
 
 def test_every_changed_byte_is_read_or_refused(read):
-    """Nothing but ConfigError, and no memory for lengths that are not there."""
+    """Only ConfigError is raised, and no memory is allocated for lengths beyond the end of the file."""
     whole = gguf_bytes((NAME,), (tensor("m", (2, 32), 2), tensor("n", (3,), 0, 64)), bytes(64 + 12))
-    for position in range(len(whole) - 76):
+    for position in range(len(whole) - (64 + 12)):  # of the header
         for value in (0, 1, 127, 255):
             data = bytearray(whole)
             data[position] = value

@@ -13,13 +13,14 @@ from tests.service.text.tokenizers import byte_level
 
 SPACE = "\u2581"
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
-# Llama's: unknown, begin, end, bytes, letters, and what is merged of them, the best first.
+# A vocabulary like Llama's: special tokens and bytes, and then letters and merged pieces, in the order of their scores.
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
 WORDS = [SPACE, *"abc", "ab", f"{SPACE}a", f"{SPACE}ab", "abc", SPACE * 2]
 TEXTS = ("", "abc", " ab  c", "a é\U0001f389", "</s>a", "x 12 ab", "a\nb", "ab<s>ab")
 
 
-def sentencepiece(**others):
+def sentencepiece_values(**options):
+    """Return the metadata of a SentencePiece tokenizer, with `options` added or replaced; None removes a value."""
     tokens = [*PIECES, *WORDS]
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(WORDS)]
     values = {
@@ -30,13 +31,13 @@ def sentencepiece(**others):
         "bos_token_id": 1,
         "eos_token_id": 2,
         "unknown_token_id": 0,
-        **others,
+        **options,
     }
     return {key: value for key, value in values.items() if value is not None}
 
 
-def byte_level_values(**others):
-    """Return the embedded model's tokenizer as a GGUF file has it."""
+def byte_level_values(**options):
+    """Return the metadata of the embedded model's tokenizer, with `options` added or replaced."""
     definition = json.loads(byte_level().definition)
     special = {each["id"] for each in definition["added_tokens"]}
     vocab = sorted(definition["model"]["vocab"], key=definition["model"]["vocab"].get)
@@ -48,11 +49,12 @@ def byte_level_values(**others):
         "merges": tuple(" ".join(pair) for pair in definition["model"]["merges"]),
         "eos_token_id": 511,
         "bos_token_id": 509,
-        **others,
+        **options,
     }
 
 
 def load(directory, values, architecture="llama", **metadata):
+    """Write the tokenizer files of a GGUF file with these values to a directory, and load the tokenizer from it."""
     metadata |= {"general.architecture": architecture, "llama.context_length": 77}
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in values.items()}
     for name, content in tokenizer_files(GgufFile(Path("model.gguf"), metadata, {})).items():
@@ -62,14 +64,14 @@ def load(directory, values, architecture="llama", **metadata):
 
 
 @pytest.mark.parametrize("text", ["", "Hello, é world \U0001f389", "<|im_start|>user\n hi 1234", "don't  stop"])
-def test_a_byte_level_vocabulary(tmp_path, text):
+def test_a_byte_level_vocabulary_encodes_and_decodes_as_the_original(tmp_path, text):
     tokenizer = load(tmp_path, byte_level_values())
     assert tokenizer.encode(text) == byte_level().encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == byte_level().decode(byte_level().encode(text))
 
 
 def test_words_are_divided_as_the_file_says(tmp_path):
-    """Digits of SmolLM2 are words of their own; Llama 3's vocabulary begins with its first token."""
+    """With SmolLM2 and Qwen2, each digit is a word of its own. With Llama 3, a text begins with the token <bos>."""
     pairs = [("1 2", "12"), ("a b", "ab"), ("ab c", "abc")]
     tokens = tuple("".join(each) for each in [*"\u0120123abc", "12", "ab", "x\u0120", "<bos>"])
     values = {"tokens": tokens, "token_type": (*[NORMAL] * 10, CONTROL), "bos_token_id": 10}
@@ -77,8 +79,8 @@ def test_words_are_divided_as_the_file_says(tmp_path):
     expected = {"gpt-2": [7, 3], "smollm": [1, 2, 3], "llama-bpe": [10, 1], "qwen2": [1, 2, 3], "dbrx": [7, 3]}
     for pre, ids in expected.items():
         (tmp_path / pre).mkdir()
-        found = load(tmp_path / pre, {**values, "pre": pre}).encode("123")
-        assert found == ([10, 7, 3] if pre == "llama-bpe" else ids), pre
+        token_ids = load(tmp_path / pre, {**values, "pre": pre}).encode("123")
+        assert token_ids == ([10, 7, 3] if pre == "llama-bpe" else ids), pre
     (tmp_path / "no").mkdir()
     assert load(tmp_path / "no", {**values, "pre": "llama-bpe", "add_bos_token": False}).encode("123") == [7, 3]
 
@@ -108,7 +110,7 @@ def test_old_files_of_qwen_do_not_name_the_pre_tokenizer(tmp_path):
 
 
 def test_pieces_of_sentencepiece_are_merged_by_their_scores(tmp_path):
-    tokenizer = load(tmp_path, sentencepiece())
+    tokenizer = load(tmp_path, sentencepiece_values())
     first = len(PIECES)
     ids = {word: first + index for index, word in enumerate(WORDS)}
     assert tokenizer.encode("abc") == [1, ids[f"{SPACE}ab"], ids["c"]], "ab is merged first, then with the space"
@@ -118,29 +120,29 @@ def test_pieces_of_sentencepiece_are_merged_by_their_scores(tmp_path):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_file_says_whether_text_begins_with_a_space_and_a_token(tmp_path):
-    tokenizer = load(tmp_path, sentencepiece(add_space_prefix=False, add_bos_token=False, add_eos_token=True))
+def test_a_file_states_whether_a_space_and_special_tokens_are_added(tmp_path):
+    tokenizer = load(tmp_path, sentencepiece_values(add_space_prefix=False, add_bos_token=False, add_eos_token=True))
     first = len(PIECES)
     assert tokenizer.encode("ab") == [first + WORDS.index("ab"), 2]
 
 
 def test_gemma_merges_by_position_and_never_adds_a_space(tmp_path):
-    values = sentencepiece(tokens=(*PIECES, *WORDS[:-1], "  "), scores=(0.0,) * (len(PIECES) + len(WORDS)))
+    values = sentencepiece_values(tokens=(*PIECES, *WORDS[:-1], "  "), scores=(0.0,) * (len(PIECES) + len(WORDS)))
     values["token_type"] = (*values["token_type"][:-1], USER)
     tokenizer = load(tmp_path, values, "gemma3")
     first = len(PIECES)
     assert tokenizer.encode("ab") == [1, first + WORDS.index("ab")]
-    assert tokenizer.encode("a  b")[2] == first + WORDS.index(SPACE * 2), "the token of two spaces"
+    assert tokenizer.encode("a  b")[2] == first + WORDS.index(SPACE * 2), "two spaces are one token"
     assert tokenizer.decode(tokenizer.encode("a  b")) == "a  b"
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_token_ids_are_those_of_transformers(tmp_path, kind, monkeypatch):
-    """For kinds that transformers reads as llama.cpp does."""
+    """These are architectures whose tokenizers transformers reads as llama.cpp does."""
     gguf = pytest.importorskip("gguf")
     transformers = pytest.importorskip("transformers")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    values = sentencepiece() if kind == "llama" else byte_level_values()
+    values = sentencepiece_values() if kind == "llama" else byte_level_values()
     architecture = "phi3" if kind == "llama" else "qwen3"
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, architecture)
@@ -162,7 +164,7 @@ def test_token_ids_are_those_of_transformers(tmp_path, kind, monkeypatch):
     assert gguf_directory(path) == gguf_directory(path)
 
 
-def test_templates_and_special_tokens(tmp_path):
+def test_templates_and_special_tokens_are_written(tmp_path):
     tokenizer = load(
         tmp_path,
         byte_level_values(),
@@ -196,8 +198,14 @@ def test_a_file_may_have_no_vocabulary(values):
         ({"model": "bert"}, "tokenizer.ggml.model: expected gpt2 or llama, got bert: serve the model from a directory"),
         (byte_level_values(pre="martian"), r"tokenizer.ggml.pre: expected one of gpt-2, .*, got martian: serve the mo"),
         ({"model": "gpt2", "pre": "gpt-2"}, "tokenizer.ggml.tokens: expected a vocabulary, got none"),
-        (sentencepiece(token_type=(1,)), r"token_type: expected one type for each token, got 1 types and \d+ tokens$"),
-        (sentencepiece(scores=None), "its tokenizer is damaged: tokenizer.ggml.scores: expected one for each token"),
+        (
+            sentencepiece_values(token_type=(1,)),
+            r"token_type: expected one type for each token, got 1 types and \d+ tokens$",
+        ),
+        (
+            sentencepiece_values(scores=None),
+            "its tokenizer is damaged: tokenizer.ggml.scores: expected one for each token",
+        ),
         (byte_level_values(merges=("q q q",)), "its tokenizer is damaged: "),
     ],
 )

@@ -12,7 +12,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(autouse=True)
 def hub(tmp_path_factory, monkeypatch):
-    """The cache of Hugging Face, which is empty."""
+    """The local cache of Hugging Face, empty."""
     for name in ("HF_HOME", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     directory = tmp_path_factory.mktemp("hub")
@@ -21,16 +21,16 @@ def hub(tmp_path_factory, monkeypatch):
 
 
 def write_snapshot(hub, name, files, revision="main", commit=COMMIT):
-    """Write a model as `hf download` does: files are links to blobs."""
+    """Write a model as `hf download` does, with links to blobs, and return the directory of the snapshot."""
     folder = hub / f"models--{name.replace('/', '--')}"
     (folder / "blobs").mkdir(parents=True, exist_ok=True)
     (folder / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
     (folder / "refs" / revision).write_text(commit)
     snapshot = folder / "snapshots" / commit
     snapshot.mkdir(parents=True, exist_ok=True)
-    for each, content in files.items():
-        (folder / "blobs" / each).write_bytes(content)
-        os.symlink(f"../../blobs/{each}", snapshot / each)
+    for file_name, content in files.items():
+        (folder / "blobs" / file_name).write_bytes(content)
+        os.symlink(f"../../blobs/{file_name}", snapshot / file_name)
     return snapshot
 
 
@@ -97,8 +97,8 @@ def test_a_repository_may_be_named_like_a_gguf_file(hub):
 
 def test_a_gguf_file_is_named_without_its_suffix(tmp_path):
     (tmp_path / "model.Q4_K_M.gguf").write_text("")
-    found = locate(tmp_path / "model.Q4_K_M.gguf")
-    assert (found.name, found.is_gguf) == ("model.Q4_K_M", True)
+    location = locate(tmp_path / "model.Q4_K_M.gguf")
+    assert (location.name, location.is_gguf) == ("model.Q4_K_M", True)
 
 
 @pytest.mark.parametrize("name", ["model.GGUF", "sha256-0123abcd"])
@@ -109,8 +109,8 @@ def test_a_gguf_file_of_another_name_is_known_by_its_first_bytes(tmp_path, name)
 
 def test_a_name_of_the_hub_is_found_in_the_local_cache(hub):
     snapshot = write_snapshot(hub, "org/model", {"config.json": b"{}", "model.safetensors": bytes(7)})
-    found = locate("org/model")
-    assert (found.name, found.path, found.directory()) == ("org/model", snapshot, snapshot)
+    location = locate("org/model")
+    assert (location.name, location.path, location.directory()) == ("org/model", snapshot, snapshot)
     assert check_servable("org/model") == 7
 
 
@@ -131,7 +131,7 @@ def test_a_directory_of_the_same_name_comes_first(hub, tmp_path, monkeypatch):
     assert locate("org/model").name == "model"
 
 
-def test_a_model_that_was_not_downloaded_says_how(hub):
+def test_the_error_for_a_model_that_was_not_downloaded_says_how_to_download_it(hub):
     with pytest.raises(ConfigError) as caught:
         locate("org/model")
     assert str(caught.value) == (
@@ -141,9 +141,9 @@ def test_a_model_that_was_not_downloaded_says_how(hub):
     )
 
 
-def test_a_model_that_was_downloaded_in_part_says_how_to_get_the_rest(hub):
+def test_the_error_for_an_incomplete_download_says_how_to_complete_it(hub):
     snapshot = write_snapshot(hub, "org/model", {"config.json": b"{}", "model.safetensors": b""}, "v1")
-    (snapshot.parent.parent / "blobs" / "model.safetensors").unlink()  # the link leads nowhere
+    (snapshot.parent.parent / "blobs" / "model.safetensors").unlink()  # the link is now broken
     with pytest.raises(
         ConfigError, match=r"has no model\.safetensors: to download it, hf download org/model --rev.* v1"
     ):
@@ -157,14 +157,14 @@ def test_a_model_that_was_downloaded_in_part_says_how_to_get_the_rest(hub):
 
 def test_a_repository_of_gguf_files_is_served_if_one_is_there(hub):
     snapshot = write_snapshot(hub, "org/model", {"a.gguf": b"x"})
-    found = locate("org/model")
-    assert (found.name, found.path) == ("org/model", snapshot / "a.gguf")
+    location = locate("org/model")
+    assert (location.name, location.path) == ("org/model", snapshot / "a.gguf")
     write_snapshot(hub, "org/model", {"b.gguf": b"x"})
     with pytest.raises(ConfigError, match=r"org/model has 2 GGUF files: name one of them, such as .*/a\.gguf"):
         locate("org/model")
 
 
-def test_the_cache_is_where_hugging_face_has_it(hub, tmp_path, monkeypatch):
+def test_the_cache_is_found_by_the_environment_variables_of_hugging_face(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE")
     places = {
@@ -174,7 +174,7 @@ def test_the_cache_is_where_hugging_face_has_it(hub, tmp_path, monkeypatch):
         "old": {"HUGGINGFACE_HUB_CACHE": "$HOME/old"},
         "new": {"HF_HUB_CACHE": str(tmp_path / "new")},
     }
-    for place, variables in places.items():  # later variables come first
+    for place, variables in places.items():  # each variable has precedence over those before it
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         snapshot = write_snapshot(tmp_path / place, "org/model", {"config.json": b"{}"})
@@ -184,13 +184,13 @@ def test_the_cache_is_where_hugging_face_has_it(hub, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["org/../model", "org/model@../x", "org/model@", "org", "/org/model", "org/a/b", "o@r/m"]
 )
-def test_other_texts_are_no_names_of_the_hub(hub, name):
+def test_other_texts_are_not_looked_up_in_the_hub(hub, name):
     write_snapshot(hub, "org/model", {"config.json": b"{}"})
     with pytest.raises(ConfigError, match=r"^model\.path: expected .* got "):
         locate(name)
 
 
-def test_a_damaged_reference_leads_nowhere(hub):
+def test_a_damaged_reference_is_refused(hub):
     write_snapshot(hub, "org/model", {"config.json": b"{}"}, commit=COMMIT)
     reference = hub / "models--org--model" / "refs" / "main"
     for content in (b"../../..", b"\xff", b""):

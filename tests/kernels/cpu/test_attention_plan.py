@@ -13,22 +13,30 @@ BLOCK = 16
 
 def spec(*, group_size: int = 3, window: int | None = None, reads_in_place: bool = True) -> AttentionSpec:
     return AttentionSpec(
-        group_size, 64, torch.float32, window, is_whole=window is not None, reads_in_place=reads_in_place
+        group_size=group_size,
+        row_numbers=64,
+        dtype=torch.float32,
+        window=window,
+        is_whole=window is not None,
+        reads_in_place=reads_in_place,
     )
 
 
 def batch_of(lengths: list[tuple[int, int]], tables: list[np.ndarray] | None = None) -> PagedBatch:
-    """Requests of (prefix, query) tokens; without tables each in blocks of its own, one after the other."""
+    """Build a batch of requests with `(prefix, query)` tokens.
+
+    Without `tables`, no blocks are shared: each request has the blocks that follow those of the request before it.
+    """
     kv_lens = [prefix + query for prefix, query in lengths]
     num_blocks = [-(-kv_len // BLOCK) for kv_len in kv_lens]
     ends = np.cumsum(num_blocks)
-    own = [np.arange(end - count, end, dtype=np.int32) for end, count in zip(ends, num_blocks, strict=True)]
-    return PagedBatch.build([query for _, query in lengths], kv_lens, tables or own, BLOCK)
+    own_tables = [np.arange(end - count, end, dtype=np.int32) for end, count in zip(ends, num_blocks, strict=True)]
+    return PagedBatch.build([query for _, query in lengths], kv_lens, tables or own_tables, BLOCK)
 
 
 def seen_keys(batch: PagedBatch, groups: list[Group], group_size: int, window: int | None) -> dict[int, list[int]]:
-    """The slots that each row of the step sees, in the order in which its pieces are merged."""
-    keys: dict[int, list[int]] = {}
+    """Return the slots of the keys that each row of the step sees, in the order in which its pieces are merged."""
+    seen_slots: dict[int, list[int]] = {}
     for group in groups:
         tokens = (
             np.arange(group.first_token, group.first_token + group.num_tokens)
@@ -36,23 +44,27 @@ def seen_keys(batch: PagedBatch, groups: list[Group], group_size: int, window: i
             else group.tokens.numpy()
         )
         rows = (tokens[:, None] * group_size + np.arange(group_size)).reshape(-1)
-        own: list[list[int]] = [[] for _ in rows]
-        pieces = [0] * len(rows)
+
+        # The units and parts, to which rows attend without a mask.
+        strip_slots: list[list[int]] = [[] for _ in rows]
+        num_pieces = [0] * len(rows)
         for strip in group.strips:
-            blocks_a_strip = strip.num_units * strip.unit_tokens // BLOCK
+            blocks_per_strip = strip.num_units * strip.unit_tokens // BLOCK
             if strip.block_ids is None:
                 assert strip.first_block is not None
-                blocks = np.arange(strip.first_block, strip.first_block + blocks_a_strip)
+                blocks = np.arange(strip.first_block, strip.first_block + blocks_per_strip)
             else:
                 blocks = strip.block_ids.numpy()
             slots = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1).tolist()
             assert len(slots) == strip.num_units * strip.unit_tokens
             for row in range(strip.first_row, strip.end_row):
-                assert pieces[row] == strip.first_piece, "pieces follow each other"
-                pieces[row] += strip.num_units
-                own[row] += slots
-        assert max(pieces) == group.num_pieces
-        by_tail: list[list[int]] = []
+                assert num_pieces[row] == strip.first_piece, "pieces follow each other"
+                num_pieces[row] += strip.num_units
+                strip_slots[row] += slots
+        assert max(num_pieces) == group.num_pieces
+
+        # The tails, of which the mask hides some keys.
+        tail_slots: list[list[int]] = []
         for tails in group.tails:
             blocks = tails.block_ids.numpy().reshape(tails.num_tiles, -1)
             slots = (blocks[:, :, None] * BLOCK + np.arange(BLOCK)).reshape(tails.num_tiles, -1)
@@ -60,12 +72,14 @@ def seen_keys(batch: PagedBatch, groups: list[Group], group_size: int, window: i
             mask = tails.mask(window, torch.float32)
             for tile in range(tails.num_tiles):
                 for row in range(tails.num_rows):
-                    by_tail.append(slots[tile][(mask[tile, 0, row] == 0).numpy()].tolist())
-        places = range(len(rows)) if group.tail_rows is None else group.tail_rows.tolist()
-        for row, place in enumerate(places):
-            assert int(rows[row]) not in keys, "each row is in one group"
-            keys[int(rows[row])] = own[row] + by_tail[place]
-    return keys
+                    is_visible = (mask[tile, 0, row] == 0).numpy()
+                    tail_slots.append(slots[tile][is_visible].tolist())
+
+        tail_rows = range(len(rows)) if group.tail_rows is None else group.tail_rows.tolist()
+        for row, tail_row in enumerate(tail_rows):
+            assert int(rows[row]) not in seen_slots, "each row is in one group"
+            seen_slots[int(rows[row])] = strip_slots[row] + tail_slots[tail_row]
+    return seen_slots
 
 
 @pytest.mark.parametrize("reads_in_place", [True, False])
@@ -82,21 +96,21 @@ def test_each_row_attends_to_each_of_its_keys_once_in_order(window: int | None, 
         tables.append(table)
     batch = batch_of(lengths, tables)
     groups = plan_cpu_attention(batch, spec(window=window, reads_in_place=reads_in_place))
-    keys = seen_keys(batch, groups, 3, window)
-    assert sorted(keys) == [*range(3 * batch.num_tokens)]
+    seen_slots = seen_keys(batch, groups, 3, window)
+    assert sorted(seen_slots) == [*range(3 * batch.num_tokens)]
     token = 0
     for (prefix, query), table in zip(lengths, tables, strict=True):
         for position in range(prefix, prefix + query):
-            first = 0 if window is None else max(0, position + 1 - window)
-            expected = [int(table[at // BLOCK]) * BLOCK + at % BLOCK for at in range(first, position + 1)]
+            first_key = 0 if window is None else max(0, position + 1 - window)
+            expected = [int(table[key // BLOCK]) * BLOCK + key % BLOCK for key in range(first_key, position + 1)]
             for row in range(3 * token, 3 * token + 3):
-                assert keys[row] == expected
+                assert seen_slots[row] == expected
             token += 1
 
 
-def cuts(batch: PagedBatch) -> dict[tuple[int, int], int]:
-    """The number of pieces of the strips of each row, and the keys of its tail."""
-    found = {}
+def keys_per_piece(batch: PagedBatch) -> dict[tuple[int, int], int]:
+    """Return the number of keys of each unit and part, by token and index of the piece; tails are left out."""
+    num_keys = {}
     for group in plan_cpu_attention(batch, spec(group_size=1)):
         tokens = [*range(group.first_token, group.first_token + group.num_tokens)]
         if group.tokens is not None:
@@ -105,17 +119,19 @@ def cuts(batch: PagedBatch) -> dict[tuple[int, int], int]:
             strips = [strip for strip in group.strips if strip.first_row <= row < strip.end_row]
             for strip in strips:
                 for unit in range(strip.num_units):
-                    found[token, strip.first_piece + unit] = strip.unit_tokens
-    return found
+                    num_keys[token, strip.first_piece + unit] = strip.unit_tokens
+    return num_keys
 
 
 def test_pieces_depend_on_the_position_alone() -> None:
-    whole = cuts(batch_of([(0, 1500)]))
+    whole = keys_per_piece(batch_of([(0, 1500)]))
     for prefix, query in [(1499, 1), (1200, 300), (511, 2), (640, 200)]:
-        for (token, piece), unit_tokens in cuts(batch_of([(prefix, query)])).items():
-            assert whole[prefix + token, piece] == unit_tokens
+        for (token, piece), num_keys in keys_per_piece(batch_of([(prefix, query)])).items():
+            assert whole[prefix + token, piece] == num_keys
+    # Before the tile of token 1499, which begins at 1408, are two units of 512 keys and a part of 256 keys.
     assert whole[1499, 0] == 512
     assert (1499, 2) in whole
+    # Before the tile of token 900, which begins at 896, are a unit and a part.
     assert whole[900, 1] == 256
 
 
@@ -141,13 +157,13 @@ def test_blocks_are_copied_only_where_they_are_not_adjacent() -> None:
 
 
 def test_masks_of_long_windows_are_not_kept_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, of_window = batch_of([(1590, 20)]), spec(window=700)
-    (kept,) = plan_cpu_attention(batch, of_window)[0].tails
+    batch, window_spec = batch_of([(1590, 20)]), spec(window=700)
+    (tails_with_mask,) = plan_cpu_attention(batch, window_spec)[0].tails
     monkeypatch.setattr(attention_plan, "_MAX_KEPT_MASK_ELEMENTS", 100)
-    (made,) = plan_cpu_attention(batch, of_window)[0].tails
-    assert kept.kept_mask is not None
-    assert made.kept_mask is None
-    assert torch.equal(made.mask(700, torch.float32), kept.kept_mask)
+    (tails_without_mask,) = plan_cpu_attention(batch, window_spec)[0].tails
+    assert tails_with_mask.kept_mask is not None
+    assert tails_without_mask.kept_mask is None
+    assert torch.equal(tails_without_mask.mask(700, torch.float32), tails_with_mask.kept_mask)
 
 
 def test_no_mask_is_larger_than_a_group_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,4 +172,5 @@ def test_no_mask_is_larger_than_a_group_may_be(monkeypatch: pytest.MonkeyPatch) 
     groups = plan_cpu_attention(batch, spec(window=1_000_000))
     sizes = [tails.num_tiles * tails.num_rows * tails.num_keys for group in groups for tails in group.tails]
     assert sum(group.num_tokens for group in groups) == 100
-    assert max(sizes) <= 50_000 + 16 * 1664, "but for rows that fill up sixteen"
+    padded_keys = 1664  # 1,600 keys, padded to whole tiles
+    assert max(sizes) <= 50_000 + 16 * padded_keys, "larger only by the rows that pad a tile to a multiple of 16"

@@ -18,12 +18,12 @@ def test_every_backend_computes_a_linear_layer(name: str, dtype: torch.dtype) ->
         pytest.skip(f"{name} does not take {dtype} on this machine")
     backend = GEMM_BACKENDS[name]
     packed = backend.pack(weight)
-    for given in (None, bias):
+    for bias_or_none in (None, bias):
         for num_rows in (1, 2, 33):
             expected = torch.nn.functional.linear(
-                rows[:num_rows].double(), weight.double(), None if given is None else given.double()
+                rows[:num_rows].double(), weight.double(), None if bias_or_none is None else bias_or_none.double()
             )
-            got = backend.multiply(rows[:num_rows], packed, given)
+            got = backend.multiply(rows[:num_rows], packed, bias_or_none)
             assert (got.shape, got.dtype) == (expected.shape, dtype)
             assert got.is_contiguous()
             assert (got - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
@@ -46,7 +46,7 @@ def test_mkl_is_excluded_if_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> N
         assert ("packed" in gemm_backends(torch.empty(4, 4))) == is_available
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="a torch without MKL")
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch is built without MKL")
 def test_mkl_multiplies_any_row_count_with_a_weight_packed_for_another() -> None:
     rows, weight = random(1030, 96), random(40, 96)
     expected = rows.double() @ weight.double().t()
@@ -57,9 +57,10 @@ def test_mkl_multiplies_any_row_count_with_a_weight_packed_for_another() -> None
         assert (got - expected[:num_rows]).abs().max() <= 1e-5 * expected.abs().max(), num_rows
 
 
-def test_rows_are_aligned() -> None:
+def test_only_unaligned_rows_are_copied_to_an_aligned_address() -> None:
     numbers = torch.arange(100.0)
     assert aligned_rows(numbers[:20].view(2, 10)).data_ptr() == numbers.data_ptr()
-    moved = aligned_rows(numbers[3:23].view(2, 10))
-    assert moved.data_ptr() % 64 == 0
-    assert torch.equal(moved, numbers[3:23].view(2, 10))
+    unaligned = numbers[3:23].view(2, 10)
+    aligned = aligned_rows(unaligned)
+    assert aligned.data_ptr() % 64 == 0
+    assert torch.equal(aligned, unaligned)

@@ -12,17 +12,18 @@ def random(*shape: int) -> torch.Tensor:
 
 @needs_exact_int8
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bias", [True, False])
-def test_matches_a_linear_layer_of_quantized_values(dtype: torch.dtype, *, bias: bool) -> None:
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_matches_a_linear_layer_of_quantized_values(dtype: torch.dtype, *, has_bias: bool) -> None:
     rows, weight = random(33, 96).to(dtype), (random(40, 96) / 10).to(dtype)
-    added = random(40).to(dtype) if bias else None
-    got = int8_linear(rows, pack_int8(weight), added)
-    (row_ints, row_scales), (ints, scales) = quantize_rows(rows), quantize_rows(weight)
-    expected = (row_ints.double() * row_scales) @ (ints.double() * scales).t() + (0 if added is None else added)
+    bias = random(40).to(dtype) if has_bias else None
+    summand = 0 if bias is None else bias
+    got = int8_linear(rows, pack_int8(weight), bias)
+    (row_integers, row_scales), (weight_integers, weight_scales) = quantize_rows(rows), quantize_rows(weight)
+    expected = (row_integers.double() * row_scales) @ (weight_integers.double() * weight_scales).t() + summand
     assert (got.shape, got.dtype) == (expected.shape, dtype)
     assert (got - expected).abs().max() <= 2 * torch.finfo(dtype).eps * expected.abs().max()
-    true = rows.double() @ weight.double().t() + (0 if added is None else added)
-    assert (got - true).norm() <= 0.02 * true.norm()
+    unquantized = rows.double() @ weight.double().t() + summand
+    assert (got - unquantized).norm() <= 0.02 * unquantized.norm()
 
 
 def test_a_row_is_quantized_to_255_levels() -> None:
@@ -52,13 +53,13 @@ def test_a_row_does_not_depend_on_the_row_count() -> None:
 
 
 def test_saturating_accumulation_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = int8_module._int8_matmul
+    exact_matmul = int8_module._int8_matmul
 
-    def cut_off(integers: torch.Tensor, weight: int8_module.Int8Weight) -> torch.Tensor:
-        limit = 32_767 * weight.scales
-        return exact(integers, weight).clamp(-limit, limit)
+    def saturating_matmul(integers: torch.Tensor, weight: int8_module.Int8Weight) -> torch.Tensor:
+        limit = 32_767 * weight.scales  # the largest int16
+        return exact_matmul(integers, weight).clamp(-limit, limit)
 
-    monkeypatch.setattr(int8_module, "_int8_matmul", cut_off)
+    monkeypatch.setattr(int8_module, "_int8_matmul", saturating_matmul)
     assert not adds_integers_exactly()
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from radixkv.kernels.cpu.row_pieces import in_row_pieces
+from radixkv.kernels.cpu.row_pieces import ELEMENTS_PER_CALL, in_row_pieces
 
 
 @pytest.mark.parametrize("function", [torch.cos, torch.sigmoid, torch.nn.functional.silu, torch.nn.functional.gelu])
@@ -38,18 +38,22 @@ def test_shape_strides_and_other_arguments_are_preserved() -> None:
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 100, 601])
 def test_threads_get_whole_rows(num_rows: int, num_threads: int) -> None:
     rows = torch.randn(num_rows, 1000, generator=torch.Generator().manual_seed(0))
-    calls = []
+    row_counts = []  # of the calls
 
     def silu(piece: torch.Tensor) -> torch.Tensor:
-        calls.append(piece.shape[0])
+        row_counts.append(piece.shape[0])
         return torch.nn.functional.silu(piece)
 
-    before = torch.get_num_threads()
+    usual_num_threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         assert in_row_pieces(silu, rows).shape == rows.shape
     finally:
-        torch.set_num_threads(before)
-    assert sum(calls) == num_rows
-    assert all(count % num_threads == 0 or count * 1024 <= 32_768 for count in calls)
-    assert len(calls) <= 4
+        torch.set_num_threads(usual_num_threads)
+    assert sum(row_counts) == num_rows
+    padded_columns = 1024
+    for row_count in row_counts:
+        is_divided_evenly = row_count % num_threads == 0
+        is_in_one_thread = row_count * padded_columns <= ELEMENTS_PER_CALL
+        assert is_divided_evenly or is_in_one_thread
+    assert len(row_counts) <= 4

@@ -25,15 +25,15 @@ def test_the_cheapest_calls_are_taken() -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, 15, 37, 64, 65, 200])
 def test_tiled_results_match_the_function(num_rows: int) -> None:
     rows = torch.randn(num_rows, 5, generator=torch.Generator().manual_seed(0))
-    seen = []
+    row_counts = []  # of the calls
 
     def double(piece: torch.Tensor) -> torch.Tensor:
-        seen.append(piece.shape[0])
+        row_counts.append(piece.shape[0])
         return 2 * piece
 
     tiles = RowTiles(COSTS)
     assert torch.equal(in_tiles(double, rows, tiles), 2 * rows)
-    assert tuple(seen) == tiles.cover(num_rows)
+    assert tuple(row_counts) == tiles.cover(num_rows)
 
 
 def test_sizes_ascend() -> None:

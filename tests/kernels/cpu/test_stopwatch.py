@@ -16,7 +16,7 @@ ROWS = torch.zeros(1, 1)
 
 
 class Machine:
-    """A machine on which calls take, and wait, for a given time."""
+    """A machine with a fake clock, on which calls take a given time and wait for a processor during a part of it."""
 
     now_s = waited_s = 0.0
 
@@ -24,51 +24,58 @@ class Machine:
         return Stopwatch(lambda: self.now_s, lambda: self.waited_s)
 
     def calls(self, *times: tuple[float, float]) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Make calls that take this long, and wait for a part of it; the last one again and again."""
+        """Yield calls.
+
+        Args:
+            times: for each call the seconds that it takes, and how many of them it waits. All further calls are like
+                the last one.
+        """
 
         def call(rows: torch.Tensor, took_s: float, waited_s: float) -> torch.Tensor:
             self.now_s += took_s
             self.waited_s += waited_s
             return rows
 
-        for took in itertools.chain(times, itertools.repeat(times[-1])):
-            yield lambda rows, took=took: call(rows, *took)
+        for took_and_waited_s in itertools.chain(times, itertools.repeat(times[-1])):
+            yield lambda rows, seconds=took_and_waited_s: call(rows, *seconds)
 
 
 def test_the_shortest_call_counts_and_short_ones_are_repeated() -> None:
     machine = Machine()
     assert machine.watch().shortest_s(machine.calls((9e-3, 0), (3e-3, 0), (2e-3, 0)), ROWS) == pytest.approx(2e-3)
-    assert machine.now_s == pytest.approx(14e-3)
+    assert machine.now_s == pytest.approx(14e-3)  # one call of each
     assert machine.watch().shortest_s(machine.calls((1e-4, 0)), ROWS) == pytest.approx(1e-4)
-    assert machine.now_s == pytest.approx(14e-3 + 20e-4)
+    assert machine.now_s == pytest.approx(14e-3 + 20 * 1e-4)
 
 
 def test_a_call_that_was_descheduled_does_not_count_if_others_were_not() -> None:
     machine = Machine()
     watch = machine.watch()
+    # The first call waits for more than a quarter of its time, the others for less.
     assert watch.shortest_s(machine.calls((4e-3, 1.1e-3), (6e-3, 1e-3)), ROWS) == pytest.approx(6e-3)
     assert not watch.is_busy
-    assert watch.shortest_s(machine.calls((5e-4, 1e-4)), ROWS, (CallTime(1e-6, True),)) == pytest.approx(5e-4)
+    earlier_call = CallTime(1e-6, has_waited=True)
+    assert watch.shortest_s(machine.calls((5e-4, 1e-4)), ROWS, (earlier_call,)) == pytest.approx(5e-4)
 
 
 def test_a_machine_is_busy_after_many_descheduled_calls_and_timing_ends() -> None:
     machine = Machine()
     watch = machine.watch()
     assert watch.shortest_s(machine.calls((8e-3, 7e-3)), ROWS) == pytest.approx(8e-3)
-    assert machine.now_s == pytest.approx(32e-3)
+    assert machine.now_s == pytest.approx(4 * 8e-3), "the machine is busy after at least 30 ms"
     assert watch.is_busy
     watch.shortest_s(machine.calls((1e-5, 0)), ROWS)
     assert machine.now_s == pytest.approx(32e-3 + 2e-5)
 
 
 def test_a_single_thread_is_timed_by_its_cpu_clock() -> None:
-    before = torch.get_num_threads()
+    usual_num_threads = torch.get_num_threads()
     try:
-        for num_threads, is_measured in ((1, False), (2, True)):
+        for num_threads, measures_waiting in ((1, False), (2, True)):
             torch.set_num_threads(num_threads)
-            assert (Stopwatch.here()._waited is waited_s) is is_measured
+            assert (Stopwatch.here()._waited is waited_s) is measures_waiting
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(usual_num_threads)
 
 
 def test_linux_reports_how_long_threads_waited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -87,20 +94,22 @@ def test_linux_reports_how_long_threads_waited(monkeypatch: pytest.MonkeyPatch, 
 def test_on_a_busy_machine_a_batch_invariant_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
 
-    def multiply(rows: torch.Tensor, weight: torch.Tensor, took_s: float) -> torch.Tensor:
-        machine.now_s += took_s
-        machine.waited_s += took_s / 2 if took_s > 1 else 0
-        return rows @ weight.T
+    def add_backend(name: str, took_s: float, waited_s: float, is_batch_invariant: bool) -> None:
+        def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+            machine.now_s += took_s
+            machine.waited_s += waited_s
+            return rows @ weight.T
 
-    slow, fast = (lambda rows, weight, _, took_s=took_s: multiply(rows, weight, took_s) for took_s in (1000, 1))
-    for name, each, is_alike in (("alike", slow, True), ("fast", fast, False)):
-        monkeypatch.setitem(
-            GEMM_BACKENDS, name, GemmBackend(torch.clone, each, (torch.float32,), is_batch_invariant=is_alike)
-        )
+        backend = GemmBackend(torch.clone, multiply, (torch.float32,), is_batch_invariant=is_batch_invariant)
+        monkeypatch.setitem(GEMM_BACKENDS, name, backend)
 
-    def chosen(watch: Stopwatch) -> GemmChoice | None:
+    add_backend("invariant", took_s=1000, waited_s=500, is_batch_invariant=True)
+    add_backend("fast", took_s=1, waited_s=0, is_batch_invariant=False)
+
+    def choose(watch: Stopwatch) -> GemmChoice | None:
         monkeypatch.setattr(Stopwatch, "here", lambda: watch)
-        return choose_gemm(torch.ones(8, 8), None, ("fast", "alike"), is_exact=False)
+        return choose_gemm(torch.ones(8, 8), None, ("fast", "invariant"), is_exact=False)
 
-    assert chosen(machine.watch()) == GemmChoice("alike")
-    assert chosen(Stopwatch(lambda: machine.now_s)) == GemmChoice("fast"), "no other process used the processor"
+    assert choose(machine.watch()) == GemmChoice("invariant")
+    watch_without_waits = Stopwatch(lambda: machine.now_s)
+    assert choose(watch_without_waits) == GemmChoice("fast"), "no call counts as one that waited"

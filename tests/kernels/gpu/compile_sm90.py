@@ -53,7 +53,7 @@ _INSTRUCTION_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class CompiledCase:
-    """The assembler's output for one launch. `loop_instructions` are those of its longest innermost loop."""
+    """The assembler's output for one launch. `loop_instructions` is their number in its longest innermost loop."""
 
     case: str
     kernel: str
@@ -149,14 +149,14 @@ ATTENTION_CASES = [
     AttentionCase(bf16, 64, 16, group_size=8, split=True, has_sinks=True),
     AttentionCase(bf16, 64, 128, group_size=8, kv_dtype=int8, has_sinks=True),
     AttentionCase(fp32, 64, 16, group_size=8, has_sinks=True),
-    # The same again, for other tokens.
+    # The first shapes again, for other numbers of tokens.
     AttentionCase(bf16, 128, 128, num_tokens=1),
     AttentionCase(bf16, 128, 128, num_tokens=17),
     AttentionCase(bf16, 128, 128, num_tokens=48),
     AttentionCase(bf16, 128, 128, num_tokens=3, is_shared=True),
 ]
 
-# Specialized warps: all that they support, and one shape again for other numbers of tokens.
+# The warp-specialized kernel: everything that it supports, and one shape again for other numbers of tokens.
 SPECIALIZED_CASES = [
     AttentionCase(bf16, 128, 128, is_specialized=True),
     AttentionCase(bf16, 128, 128, window=4096, softcap=50.0, group_size=2, is_specialized=True),
@@ -213,7 +213,7 @@ class LinearCase:
         linear(rows, weight, torch.empty(self.out_features, dtype=self.dtype))
 
 
-# Every tile shape with every way of loading. Odd numbers of features compute the most addresses.
+# Every tile shape with every way of loading. With odd numbers of features, the kernel computes the most addresses.
 LINEAR_CASES = [
     *(
         LinearCase(bf16, out_features, 4096, "TMA", is_transposed)
@@ -227,13 +227,14 @@ LINEAR_CASES = [
     LinearCase(fp32, 4096, 4096, "pointers"),
     LinearCase(fp32, 4096, 4096, "pointers", is_transposed=True),
     LinearCase(fp32, 100, 37, "pointers"),
-    # The same weights again, for other rows.
+    # The same weights again, for other numbers of rows.
     *(LinearCase(bf16, 1024, 4096, "TMA", num_rows=num_rows) for num_rows in (1, 16, 17)),
     *(LinearCase(bf16, 1000, 100, "pointers", num_rows=n, first_row=first) for n, first in ((1, 0), (16, 0), (18, 1))),
 ]
 
 
-# (dtype, num_columns, first_row): one block, one warp, several blocks, and views whose start is not aligned.
+# (dtype, num_columns, first_row): rows of one block of columns, of one warp, of several blocks, and of an odd number of
+# columns, also as a view whose start is not aligned.
 NORM_CASES = [(bf16, 4096, 0), (fp32, 128, 0), (bf16, 14336, 0), (bf16, 37, 0), (bf16, 37, 1)]
 
 # (kv_dtype, dtype, head_dim, block_size)
@@ -249,7 +250,7 @@ def _launch_norms(dtype: torch.dtype, num_columns: int, first_row: int) -> None:
     rms_norm(rows, torch.empty(num_columns, dtype=dtype), 1e-6)
 
 
-# (dtype, num_columns, style, has_residual): rows of layers and heads, and an odd one.
+# (dtype, num_columns, style, has_residual): the sizes of hidden states and of heads, and an odd size.
 FUSED_NORM_CASES = [
     (bf16, 4096, "TORCH", True),
     (bf16, 4096, "LLAMA", True),
@@ -272,7 +273,7 @@ def _launch_fused_norm(dtype: torch.dtype, num_columns: int, style: NormStyle, h
         rms_norm(rows, weight, 1e-6, style)
 
 
-# (dtype, num_columns, num_rows): the same again for other rows, whole programs and others.
+# (dtype, num_columns, num_rows): one shape with several numbers of rows, and other shapes.
 SWIGLU_CASES = [
     (bf16, 14336, 16),
     (bf16, 14336, 1),
@@ -288,7 +289,7 @@ def _launch_swiglu(dtype: torch.dtype, num_columns: int, num_rows: int) -> None:
     swiglu(gate, up)
 
 
-# (dtype, out_features, in_features, rank, num_rows, num_adapters): every rank, an odd shape, and other rows.
+# (dtype, out_features, in_features, rank, num_rows, num_adapters): every rank, odd shapes, and other numbers of rows.
 LOW_RANK_CASES = [
     *((bf16, 4096, 4096, rank, 40, 2) for rank in RANKS),
     (fp16, 14336, 4096, 16, 40, 2),
@@ -395,15 +396,15 @@ def _describe(case: str, kernel_name: str, kernel: Any, instructions: Sequence[s
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
         usage = _output_of("cuobjdump", "-res-usage", cubin.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
+    registers_and_stack = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert registers_and_stack, usage
     sass = "\n".join(instructions)
     return CompiledCase(
         case=case,
         kernel=kernel_name,
         triton=triton.__version__,
-        registers=int(found[1]),
-        stack_bytes=int(found[2]),
+        registers=int(registers_and_stack[1]),
+        stack_bytes=int(registers_and_stack[2]),
         shared_bytes=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
         code_sha256=hashlib.sha256(kernel.asm["cubin"]).hexdigest(),
@@ -414,10 +415,11 @@ def _describe(case: str, kernel_name: str, kernel: Any, instructions: Sequence[s
 
 def _machine_code(cubin: bytes) -> bytes:
     """Return the section of an ELF file that holds the instructions of its one function."""
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    entry_bytes, num_sections, names = struct.unpack_from("<3H", cubin, 0x3A)
-    sections = [struct.unpack_from("<2I4Q", cubin, table + index * entry_bytes) for index in range(num_sections)]
-    names_start = sections[names][4]
+    # The fields e_shoff, e_shentsize, e_shnum and e_shstrndx of an ELF64 header.
+    (section_table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_bytes, num_sections, name_section = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [struct.unpack_from("<2I4Q", cubin, section_table + i * entry_bytes) for i in range(num_sections)]
+    names_start = sections[name_section][4]
     (code,) = [
         cubin[start : start + size]
         for name, _, _, _, start, size in sections
@@ -426,36 +428,40 @@ def _machine_code(cubin: bytes) -> bytes:
     return code
 
 
-def _disassembled(codes: Sequence[bytes]) -> list[list[str]]:
-    """Return the instructions of each function. The tool runs once for all, since its start takes half a second."""
+def _disassemble(codes: Sequence[bytes]) -> list[list[str]]:
+    """Return the instructions of each function. `nvdisasm` runs once for all, since its start takes half a second."""
     with tempfile.NamedTemporaryFile(suffix=".bin") as joined:
         joined.write(b"".join(codes))
         joined.flush()
         lines = _output_of("nvdisasm", "--binary", "SM90", joined.name).splitlines()
     instructions = iter([line for line in lines if _INSTRUCTION.match(line)])
-    found = [list(islice(instructions, len(code) // _INSTRUCTION_BYTES)) for code in codes]
+    by_function = [list(islice(instructions, len(code) // _INSTRUCTION_BYTES)) for code in codes]
     assert not list(instructions)
-    return found
+    return by_function
 
 
 def _longest_loop(instructions: Sequence[str]) -> int:
     """Count the instructions of the longest innermost loop: from the target of a backward branch to the branch."""
-    loops, first = list[tuple[int, int]](), _address(instructions[0])
+    first_address = _address(instructions[0])
+    loops: list[tuple[int, int]] = []  # addresses, half-open
     for line in instructions:
         if branch := re.search(r"\bBRA\b.* 0x([0-9a-f]+)", line):
-            start, end = int(branch[1], 16), _address(line)
-            if first <= start <= end:
-                loops.append((start, end + _INSTRUCTION_BYTES))
-    innermost = [
-        (a, b) for a, b in loops if not any((a, b) != other and a <= other[0] and other[1] <= b for other in loops)
-    ]
-    return max((end - start for start, end in innermost), default=0) // _INSTRUCTION_BYTES
+            target, address = int(branch[1], 16), _address(line)
+            if first_address <= target <= address:
+                loops.append((target, address + _INSTRUCTION_BYTES))
+
+    def contains_another(start: int, end: int) -> bool:
+        return any(start <= other[0] and other[1] <= end for other in loops if other != (start, end))
+
+    return (
+        max((end - start for start, end in loops if not contains_another(start, end)), default=0) // _INSTRUCTION_BYTES
+    )
 
 
 def _address(line: str) -> int:
-    found = _INSTRUCTION.match(line)
-    assert found, line
-    return int(found[1], 16)
+    instruction = _INSTRUCTION.match(line)
+    assert instruction, line
+    return int(instruction[1], 16)
 
 
 def _output_of(tool: str, *arguments: str) -> str:
@@ -466,18 +472,20 @@ def _output_of(tool: str, *arguments: str) -> str:
 def main() -> None:
     """Print one JSON line for each compiled kernel."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--all", action="store_true", help="every head_dim, block size and tile, not only the tested")
+    parser.add_argument(
+        "--all", action="store_true", help="every head_dim, block size and tile, not only those that the tests compile"
+    )
     parser.add_argument("--share", default="1/1", help="I/N: every Nth case, from the Ith on")
     options = parser.parse_args()
-    number, num_shares = map(int, options.share.split("/"))
+    share_number, num_shares = map(int, options.share.split("/"))
     attention_cases = [*ATTENTION_CASES, *SPECIALIZED_CASES]
     if options.all:
         attention_cases = [*ALL_ATTENTION_CASES, *ALL_SPECIALIZED_CASES]
     assert not os.environ.get("TRITON_INTERPRET"), "the interpreter does not compile"
-    share = list(cases(attention_cases))[number - 1 :: num_shares]
-    compiled = [(name, *found) for name, launch in share for found in compile_case(launch)]
+    share = list(cases(attention_cases))[share_number - 1 :: num_shares]
+    compiled = [(case, *kernel) for case, launch in share for kernel in compile_case(launch)]
     codes = list({_machine_code(kernel.asm["cubin"]) for _, _, kernel in compiled})
-    instructions = dict(zip(codes, _disassembled(codes), strict=True))
+    instructions = dict(zip(codes, _disassemble(codes), strict=True))
     for case, kernel_name, kernel in compiled:
         described = _describe(case, kernel_name, kernel, instructions[_machine_code(kernel.asm["cubin"])])
         print(json.dumps(asdict(described)), flush=True)

@@ -56,7 +56,7 @@ def _run_interpreted(function: Any, *args: Any, grid: Any, warmup: bool, **kwarg
 
 
 def _call_interpreted(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a device function. The original replaces the language again for each call, and leaves it so."""
+    """Call a device function. The original patches `triton.language` in each call, and never restores it."""
     return _interpreted(function.fn).rewrite()(*args, **kwargs)
 
 
@@ -64,12 +64,12 @@ _original_convert_float = interpreter._convert_float
 _original_create_dot = interpreter.InterpreterBuilder.create_dot
 _original_patch_lang = interpreter._patch_lang
 _original_patch_lang_tensor = interpreter._patch_lang_tensor
-# The original makes its table again for each value.
+# The original builds its table of dtypes again for each value.
 _dtype_of_scalars = cache(interpreter._get_np_dtype)
 
 
 def _convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-    """Round to nearest even, as the GPU does; the original truncates to bfloat16 and rounds to float8 otherwise."""
+    """Round to nearest even, as the GPU does. The original truncates to bfloat16, and rounds differently to float8."""
     if source not in _TORCH_TYPES or target not in _TORCH_TYPES:
         return _original_convert_float(data, source, target, rounding_mode)
     converted = torch.from_numpy(np.ascontiguousarray(data)).view(_TORCH_TYPES[source]).to(_TORCH_TYPES[target])
@@ -79,7 +79,7 @@ def _convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> A
 def _create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
     """Multiply bfloat16 values, where the original multiplies their raw bits; and each row of `a` by itself.
 
-    On a GPU a row's sums do not depend on how many rows there are. Those of the BLAS behind numpy do, on some machines.
+    On a GPU, the sums of a row do not depend on the number of rows. In the BLAS behind numpy they do, on some machines.
     """
     a, b = _as_float32(a), _as_float32(b)
     rows = interpreter.TensorHandle(a.data[..., :, np.newaxis, :], a.dtype)  # [..., M, 1, K]
@@ -95,7 +95,7 @@ def _get_np_dtype(kind: Any) -> Any:
 
 
 def _patch_lang(_: Any) -> Any:
-    """Replace the language once per launch, in both modules from which kernels and their functions import it."""
+    """Patch the language once per launch, in both modules from which kernels and their functions import it."""
     return _original_patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
 
 
@@ -106,12 +106,12 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 @cache
 def _builtins(package: Any) -> list[tuple[str, Any]]:
-    """List the functions to replace in a package. The first call comes before any is replaced."""
+    """List the functions to patch in a package. The first call must come before any of them is patched."""
     return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
 
 
 def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
-    """Let a value be the bound of a loop. triton 3.6 passes numpy an array of one dimension, which 2.4 rejects."""
+    """Let a value be the bound of a loop. triton 3.6 passes an array of one dimension, which numpy 2.4 rejects."""
     _original_patch_lang_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 

@@ -78,13 +78,13 @@ def test_a_bf16_pool_serves_float32(kernel_device: str) -> None:
 def test_many_small_weights_times_small_scales_do_not_underflow(
     kv_dtype: torch.dtype, dtype: torch.dtype, kernel_device: str
 ) -> None:
-    """One key has nearly all the weight and a value of 0, so the result comes from 500 keys of tiny weights."""
+    """One key has nearly all the weight and a value of 0, so the result comes from up to 503 keys of tiny weights."""
     step = make_step([500], [4], MHA, dtype=dtype, kv_dtype=kv_dtype, device=kernel_device)
     key, value = torch.zeros(504, 2, 32), torch.full((504, 2, 32), 0.1)
     key[0], value[0] = 1.0, 0.0
     slots = PagedBatch.build([504], [504], [step.batch.block_tables[0].cpu().numpy()], 16, kernel_device).slots
     reference.write_kv(key.to(kernel_device, dtype), value.to(kernel_device, dtype), slots, step.pool, LAYER)
-    step.query.fill_(1.9)  # a weight of exp(-10.7) for each of the many
+    step.query.fill_(1.9)  # so each of the other 503 keys gets a weight of exp(-10.7)
     scale = 32**-0.5
     plan = plan_of(step, tile_rows=16)
     got = paged_attention(step.query, step.pool, LAYER, step.batch, plan, Scoring(scale)).float()
@@ -129,7 +129,7 @@ def test_window_counts_the_query_token(window: int, split_tokens: int | None, ke
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
 def test_softcap_bounds_the_scores(softcap: float, window: int | None, kernel_device: str) -> None:
     step = make_step([37, 0], [20, 17], GQA, device=kernel_device)
-    step.query.mul_(4)  # scores large enough for the cap to bite
+    step.query.mul_(4)  # scores so large that the cap changes them
     error = error_against_reference(step, softcap=softcap, window=window, tile_rows=64, split_tokens=64)
     assert error < 4 * TOLERANCE[torch.float32]
 
@@ -193,18 +193,19 @@ def test_fixed_tiles_and_splits_give_the_same_bits_cold_and_warm(
     assert torch.equal(attend(warm_rows, warm_batch), attend(cold.query, cold.batch)[20 + prefix_len :])
 
 
-# Two levels: requests 1 and 2 share 8 blocks of 16 with request 0, and 2 shares 18 with it. Request 4 shares 5 with 3.
+# Two levels of sharing: requests 0, 1 and 2 share their first 8 blocks of 16 tokens, and 0 and 2 their first 18.
+# Requests 3 and 4 share their first 5.
 LEVELS = {1: (0, 8), 2: (0, 18), 4: (3, 5)}
 
 
 @pytest.fixture
 def eager_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Join rows wherever that reads fewer tiles, even only a few fewer."""
+    """Join rows wherever that reads fewer tiles of keys, even if it saves only a few reads per row."""
     monkeypatch.setattr(joined_rows, "_SAVED_KEYS_PER_ROW", 0.01)
 
 
 def shared_step(query_lens: list[int], heads: Heads, device: str, **options: Any) -> Step:
-    """Five requests of 131 to 420 tokens, of which some share up to 288."""
+    """Make a step of five requests of 91 to 420 tokens, which share their first blocks as `LEVELS` says."""
     prefix_lens = [300, 130, 420 - query_lens[2], 131, 90]
     return share(make_step(prefix_lens, query_lens, heads, device=device, **options), LEVELS)
 
@@ -253,7 +254,7 @@ def test_rows_join_if_the_window_hides_nothing(kernel_device: str) -> None:
 @pytest.mark.usefixtures("eager_joins")
 @pytest.mark.parametrize("seed", range(6))
 def test_fixed_tiles_and_splits_are_batch_invariant(seed: int, kernel_device: str) -> None:
-    """Random requests that begin with random numbers of blocks of others."""
+    """Each of the random requests after the first begins with a random number of blocks of an earlier request."""
     rng = random.Random(seed)
     num_requests = rng.randint(2, 5)
     query_lens = [1, 1, *(rng.choice([1, 2, 17, 37]) for _ in range(num_requests - 2))]
@@ -263,11 +264,12 @@ def test_fixed_tiles_and_splits_are_batch_invariant(seed: int, kernel_device: st
     step = make_step(
         prefix_lens, query_lens, heads, dtype=torch.bfloat16, kv_dtype=kv_dtype, device=kernel_device, seed=seed
     )
-    shared = {}
+    shared_blocks = {}
     for request in range(1, num_requests):
-        other = rng.randrange(request)
-        shared[request] = (other, rng.randint(8, min(prefix_lens[request], prefix_lens[other]) // 16))
-    step = share(step, shared)
+        source = rng.randrange(request)
+        max_blocks = min(prefix_lens[request], prefix_lens[source]) // 16
+        shared_blocks[request] = (source, rng.randint(8, max_blocks))
+    step = share(step, shared_blocks)
 
     def attend(step: Step) -> torch.Tensor:
         plan = plan_of(step, tile_rows=128, split_tokens=64)
@@ -295,18 +297,20 @@ def test_plan_for_another_head_count_is_refused() -> None:
 
 @pytest.mark.parametrize("is_specialized", [False, True])
 def test_padding_of_a_captured_step_does_not_change_a_bit(is_specialized: bool, kernel_device: str) -> None:
-    """Padding has queries of its own, behind the others."""
+    """The padding of a CUDA graph's batch has queries of its own, after those of the requests."""
     options: dict[str, Any] = {"head_dim": 64, "dtype": torch.bfloat16, "device": kernel_device}
     step = share(make_step([150, 130, 0], [5, 1, 17], GQA, block_size=64, **options), {1: (0, 2)})
     plan = plan_of(step, tile_rows=128, split_tokens=64)
     assert len(plan.joined_rows)
-    filled = plan.with_idle_work()
-    assert len(filled.work) > len(plan.work)
-    assert len(filled.merges) > len(plan.merges)
-    assert len(filled.joined_rows) > len(plan.joined_rows)
+    padded_plan = plan.with_idle_work()
+    assert len(padded_plan.work) > len(plan.work)
+    assert len(padded_plan.merges) > len(plan.merges)
+    assert len(padded_plan.joined_rows) > len(plan.joined_rows)
     padding = step.query.new_full((7, *step.query.shape[1:]), 100.0)
-    whole, padded = (
-        paged_attention(query, step.pool, LAYER, step.batch, each, Scoring(0.1), is_specialized=is_specialized)
-        for query, each in ((step.query, plan), (torch.cat((step.query, padding)), filled))
-    )
-    assert torch.equal(padded[: len(whole)], whole)
+
+    def attend(query: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        return paged_attention(query, step.pool, LAYER, step.batch, plan, Scoring(0.1), is_specialized=is_specialized)
+
+    unpadded = attend(step.query, plan)
+    padded = attend(torch.cat((step.query, padding)), padded_plan)
+    assert torch.equal(padded[: len(unpadded)], unpadded)

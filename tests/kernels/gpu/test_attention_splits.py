@@ -14,7 +14,7 @@ def test_a_short_suffix_takes_hardly_longer_than_with_the_best_split(new_tokens:
     batch = batch_of([(new_tokens, 8192)])
     now = plan(batch, None, capacity)
     assert attention_us(now, KV_HEADS, capacity) <= 1.1 * best_us(batch, capacity)
-    assert len(now.work) * KV_HEADS <= capacity.num_programs(now.tile_rows), "there is one wave"
+    assert len(now.work) * KV_HEADS <= capacity.num_programs(now.tile_rows), "all programs run at the same time"
 
 
 @pytest.mark.parametrize(("new_tokens", "cached_tokens"), SHAPES)
@@ -59,17 +59,17 @@ def test_partial_results_stay_within_their_bound(num_kv_heads: int, tile_rows: i
     capacity, generator = HOPPER, np.random.default_rng(0)
     for num_tiles in (1, 2, 7, 40, 300):
         num_keys = generator.integers(1, 60000, num_tiles)
-        most = capacity.max_partials(1, num_kv_heads, tile_rows)
+        max_partials = capacity.max_partials(1, num_kv_heads, tile_rows)
         splits = even_splits(
             num_keys,
             np.full(num_tiles, tile_rows),
             num_kv_heads=num_kv_heads,
             tile_rows=tile_rows,
-            max_partials=most,
+            max_partials=max_partials,
             capacity=capacity,
         )
         counts = splits.counts(np.zeros_like(num_keys), num_keys)
-        assert counts[counts > 1].sum() <= most
+        assert counts[counts > 1].sum() <= max_partials
         assert splits.tokens % 64 == 0
         assert counts.max() == 1 or splits.tokens >= 256
 

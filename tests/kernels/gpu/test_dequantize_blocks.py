@@ -13,7 +13,7 @@ BLOCK_IDS = [6, 0, 3]
 
 
 def filled_pool(kv_dtype: torch.dtype, device: str, **shape: int) -> KVPool:
-    """Seven blocks of noise in one layer, all but the last slot of each; NaN elsewhere."""
+    """Make a pool of seven blocks, with noise in one layer in all but the last slot of each, and NaN elsewhere."""
     pool = poisoned_pool(7, dtype=kv_dtype, device=device, **shape)
     slots = torch.arange(7 * pool.block_size).view(7, -1)[:, :-1].flatten().to(device)
     noise = torch.randn(2, len(slots), pool.num_kv_heads, pool.head_dim, generator=torch.Generator().manual_seed(0))
@@ -21,7 +21,8 @@ def filled_pool(kv_dtype: torch.dtype, device: str, **shape: int) -> KVPool:
     return pool
 
 
-def assert_is_reference(pool: KVPool, dtype: torch.dtype, device: str) -> torch.Tensor:
+def dequantize_like_reference(pool: KVPool, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Dequantize `BLOCK_IDS`, assert that the result is that of the reference, and return it."""
     block_ids = torch.tensor(BLOCK_IDS, dtype=torch.int32, device=device)
     got = dequantize_blocks(pool, LAYER, block_ids, dtype)
     expected = reference.dequantize_blocks(pool, LAYER, block_ids, dtype)
@@ -36,13 +37,13 @@ def assert_is_reference(pool: KVPool, dtype: torch.dtype, device: str) -> torch.
 def test_is_bitwise_identical_to_the_reference(
     kv_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, kernel_device: str
 ) -> None:
-    assert_is_reference(filled_pool(kv_dtype, kernel_device, head_dim=head_dim), dtype, kernel_device)
+    dequantize_like_reference(filled_pool(kv_dtype, kernel_device, head_dim=head_dim), dtype, kernel_device)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "block_size"), [(1, 16), (3, 16), (2, 64), (1, 128)])
-def test_blocks_smaller_and_larger_than_a_tile(num_kv_heads: int, block_size: int, kernel_device: str) -> None:
+def test_blocks_may_be_smaller_or_larger_than_a_tile(num_kv_heads: int, block_size: int, kernel_device: str) -> None:
     pool = filled_pool(INT8, kernel_device, num_kv_heads=num_kv_heads, block_size=block_size)
-    assert_is_reference(pool, BF16, kernel_device)
+    dequantize_like_reference(pool, BF16, kernel_device)
 
 
 @pytest.mark.parametrize("kv_dtype", [FP8, INT8, INT4], ids=str)
@@ -50,7 +51,7 @@ def test_a_non_finite_scale_affects_only_its_vector(kv_dtype: torch.dtype, kerne
     pool = filled_pool(kv_dtype, kernel_device)
     assert pool.scales is not None
     pool.scales[BLOCK_IDS[1], LAYER, 1, 0, 5] = float("nan")
-    values = assert_is_reference(pool, BF16, kernel_device)[:, :, :, :, :-1]  # the last slots are unwritten
+    values = dequantize_like_reference(pool, BF16, kernel_device)[:, :, :, :, :-1]  # the last slots are unwritten
     assert values[1, 0, 1, 0, 5].isnan().all()
     assert int(values.isnan().sum()) == pool.head_dim
 

@@ -1,4 +1,4 @@
-"""When blocks are dequantized before attention, and equal results over them and over the quantized pool."""
+"""When blocks are dequantized before attention, and that the results agree with those over the quantized pool."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FP8, INT8, INT4 = torch.float8_e4m3fn, torch.int8, torch.int4
 
 GROUPS_OF_4 = Heads(32, 8)
 
-# As of attention over plain pools, and the rounding of K and V.
+# The tolerance of attention over a plain pool, plus the rounding of K and V to the dtype of the queries.
 TOLERANCE = {BF16: 2.4e-2, FP16: 3e-3}
 
 
@@ -58,7 +58,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def with_shared_prefix(step: Step, shared_tokens: int) -> Step:
-    """Let each request begin with the first blocks of the first one."""
+    """Let all requests begin with the first `shared_tokens` tokens of the first request."""
     batch, num_shared = step.batch, shared_tokens // step.batch.block_size
     tables = [np.concatenate((batch.host_tables[0, :num_shared], table[num_shared:])) for table in batch.host_tables]
     query_lens, device = np.diff(batch.query_starts).tolist(), batch.block_tables.device
@@ -74,7 +74,7 @@ def with_shared_prefix(step: Step, shared_tokens: int) -> Step:
 def test_attention_over_plain_blocks_is_attention_over_the_pool(
     kv_dtype: torch.dtype, dtype: torch.dtype, block_size: int, window: int | None, kernel_device: str
 ) -> None:
-    """Unwritten slots hold NaN, and so do blocks before the window."""
+    """Slots that are not written hold NaN, and so do the blocks before the window of the first request."""
     lengths, dtypes = ([210, 0, 130], [17, 37, 1]), {"dtype": dtype, "kv_dtype": kv_dtype}
     step = make_step(*lengths, GQA, block_size=block_size, **dtypes, device=kernel_device)
     step = with_shared_prefix(step, 0)
@@ -101,8 +101,9 @@ def test_shared_blocks_are_dequantized_once(block_size: int, kernel_device: str)
     step = make_step(*lengths, GQA, block_size=block_size, **dtypes, device=kernel_device)
     step = with_shared_prefix(step, 128)
     plan = plan_of(step)
-    own = [-(-kv_len // block_size) - 128 // block_size for kv_len in step.batch.kv_lens]
-    assert plan.block_ids.unique().numel() == plan.block_ids.numel() == 128 // block_size + sum(own)
+    shared_blocks = 128 // block_size
+    own_blocks = [-(-kv_len // block_size) - shared_blocks for kv_len in step.batch.kv_lens]
+    assert plan.block_ids.unique().numel() == plan.block_ids.numel() == shared_blocks + sum(own_blocks)
     for plain_table, table, kv_len in zip(
         plan.batch.block_tables, step.batch.block_tables, step.batch.kv_lens, strict=True
     ):
@@ -118,21 +119,21 @@ def test_a_non_finite_key_or_value_has_the_same_effect_as_in_the_pool(kernel_dev
     step.pool.scales[key_block, LAYER, 0, 0, 3] = float("nan")
     step.pool.scales[value_block, LAYER, 1, 1, 3] = float("nan")
     tiles = plan_attention(step.batch, num_query_heads=2, num_kv_heads=2, dtype=BF16, tile_rows=128, split_tokens=64)
-    in_the_loop = paged_attention(step.query, step.pool, LAYER, step.batch, tiles, Scoring(32**-0.5))
-    assert torch.equal(attend(step).isnan(), in_the_loop.isnan())
-    assert in_the_loop[:17].isnan().all()
-    assert not in_the_loop[17:].isnan().any()
+    over_quantized = paged_attention(step.query, step.pool, LAYER, step.batch, tiles, Scoring(32**-0.5))
+    assert torch.equal(attend(step).isnan(), over_quantized.isnan())
+    assert over_quantized[:17].isnan().all()
+    assert not over_quantized[17:].isnan().any()
 
 
 @pytest.mark.parametrize("kv_dtype", [FP8, INT8], ids=str)
 def test_many_small_weights_do_not_underflow_in_float16(kv_dtype: torch.dtype, kernel_device: str) -> None:
-    """Attention takes bfloat16 where scales meet weights; here values have their scales already."""
+    """Over a quantized pool, attention multiplies weights by scales in bfloat16. Here values contain their scales."""
     step = make_step([500], [4], MHA, dtype=FP16, kv_dtype=kv_dtype, device=kernel_device)
     key, value = torch.zeros(504, 2, 32), torch.full((504, 2, 32), 0.1)
     key[0], value[0] = 1.0, 0.0
     slots = PagedBatch.build([504], [504], [step.batch.host_tables[0]], 16, kernel_device).slots
     reference.write_kv(key.to(kernel_device, FP16), value.to(kernel_device, FP16), slots, step.pool, LAYER)
-    step.query.fill_(1.9)  # a weight of exp(-10.7) for each of the many
+    step.query.fill_(1.9)  # so each of the other 503 keys gets a weight of exp(-10.7)
     expected = attend_reference(step).float()
     assert 0 < expected.max() < 0.01
     torch.testing.assert_close(attend(step).float(), expected, rtol=0.02, atol=0)
@@ -148,7 +149,11 @@ def dequantizes_first(
     window: int | None = None,
     shared_tokens: int = 0,
 ) -> bool:
-    """Whether such a step dequantizes first, without being forced to."""
+    """Return whether a step dequantizes before attention, without being forced to.
+
+    All requests share their first `shared_tokens` tokens. By default four query heads share a KV head, so a token has
+    four rows.
+    """
     pool = KVPool.allocate(1, 1, heads.num_kv_heads, 64, 128, dtype=kv_dtype)
     kv_lens = [query_len + prefix_len for query_len, prefix_len in zip(query_lens, prefix_lens, strict=True)]
     tables, num_shared = [], shared_tokens // 64
@@ -162,6 +167,7 @@ def dequantizes_first(
 
 @pytest.mark.parametrize("kv_dtype", [FP8, INT8, INT4], ids=str)
 def test_a_long_suffix_is_dequantized_first(kv_dtype: torch.dtype) -> None:
+    # From 1,600 rows per key on: here 4 * 450 = 1,800 and 4 * 350 = 1,400.
     assert dequantizes_first([450], [8192], kv_dtype=kv_dtype)
     assert not dequantizes_first([350], [8192], kv_dtype=kv_dtype)
 
@@ -200,9 +206,11 @@ def test_at_most_128_tokens_are_never_dequantized_first() -> None:
 
 def test_more_bytes_than_the_bound_are_not_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dequantizes_first([2048], [8192])
-    monkeypatch.setattr(dequantize_plan, "_MAX_PLAIN_BYTES", 160 * 64 * 4096)
+    bytes_per_token = 2 * 8 * 128 * 2  # K and V of 8 heads of 128 dimensions in bfloat16
+    num_bytes = (2048 + 8192) * bytes_per_token
+    monkeypatch.setattr(dequantize_plan, "_MAX_PLAIN_BYTES", num_bytes)
     assert dequantizes_first([2048], [8192])
-    monkeypatch.setattr(dequantize_plan, "_MAX_PLAIN_BYTES", 160 * 64 * 4096 - 1)
+    monkeypatch.setattr(dequantize_plan, "_MAX_PLAIN_BYTES", num_bytes - 1)
     assert not dequantizes_first([2048], [8192])
 
 

@@ -37,7 +37,7 @@ def make(
     block_size: int = 64,
     dtype: torch.dtype = BF16,
 ) -> Step:
-    """Unwritten slots hold NaN."""
+    """Make a step of `cases.make_step`, by default with a shape that the kernel supports."""
     return make_step(
         prefix_lens, query_lens, heads, block_size=block_size, head_dim=head_dim, dtype=dtype, device=device
     )
@@ -63,7 +63,7 @@ def attend(
     return paged_attention(*inputs, Scoring(0.1, window, softcap, sinks), is_specialized=True)
 
 
-def assert_is_reference(
+def assert_matches_reference(
     step: Step,
     window: int | None = None,
     softcap: float | None = None,
@@ -83,16 +83,16 @@ def assert_is_reference(
 def test_a_sink_is_counted_once_for_all_splits(window: int | None, split_tokens: int, kernel_device: str) -> None:
     step = make([200, 0], [20, 70], GQA, device=kernel_device)
     sinks = torch.linspace(-3, 6, GQA.num_query_heads, device=kernel_device)
-    assert_is_reference(step, window, split_tokens=split_tokens, sinks=sinks)
+    assert_matches_reference(step, window, split_tokens=split_tokens, sinks=sinks)
 
 
 @pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize("heads", [MHA, GQA, SEVEN], ids=["MHA", "GQA", "SEVEN"])
+@pytest.mark.parametrize("heads", [MHA, GQA, SEVEN], ids=["MHA", "GQA", "group of 7"])
 @pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
 def test_matches_reference_on_ragged_batches(
     lengths: tuple[list[int], list[int]], heads: Heads, kernel_device: str
 ) -> None:
-    assert_is_reference(make(*lengths, heads, kernel_device))
+    assert_matches_reference(make(*lengths, heads, kernel_device))
 
 
 @pytest.mark.parametrize(
@@ -100,29 +100,29 @@ def test_matches_reference_on_ragged_batches(
     [(BF16, 40, 64), (FP16, 64, 64), (FP16, 80, 128), (BF16, 128, 64), (BF16, 128, 128)],
 )
 def test_every_head_dim_and_block_size(dtype: torch.dtype, head_dim: int, block_size: int, kernel_device: str) -> None:
-    assert_is_reference(make([70, 0], [37, 140], GQA, kernel_device, head_dim, block_size, dtype))
+    assert_matches_reference(make([70, 0], [37, 140], GQA, kernel_device, head_dim, block_size, dtype))
 
 
 @pytest.mark.parametrize(("split_tokens", "window"), [(64, None), (64, 40), (128, 1), (128, 64), (128, 100)])
 def test_split_tiles_are_merged(split_tokens: int, window: int | None, kernel_device: str) -> None:
     # The long suffix makes tiles whose early splits only some of the rows can see.
     step = make([150, 0, 30], [1, 37, 80], GQA, kernel_device)
-    assert_is_reference(step, window, split_tokens=split_tokens)
+    assert_matches_reference(step, window, split_tokens=split_tokens)
 
 
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
 def test_softcap_bounds_the_scores(softcap: float, window: int | None, kernel_device: str) -> None:
     step = make([37, 0], [40, 70], GQA, kernel_device)
-    step.query.mul_(4)  # scores large enough for the cap to bite
-    assert_is_reference(step, window, softcap, split_tokens=64)
+    step.query.mul_(4)  # scores so large that the cap changes them
+    assert_matches_reference(step, window, softcap, split_tokens=64)
 
 
 def test_query_may_be_a_view_with_heads_first(kernel_device: str) -> None:
     step = make([5, 0], [20, 3], GQA, kernel_device)
     heads_first = Step(step.query.transpose(0, 1).contiguous().transpose(0, 1), step.pool, step.batch)
     assert not heads_first.query.is_contiguous()
-    assert_is_reference(heads_first)
+    assert_matches_reference(heads_first)
 
 
 @pytest.mark.sampled(one_in=4)
@@ -148,10 +148,10 @@ def test_fixed_tiles_and_splits_give_the_same_bits_cold_and_warm(
 def test_joined_rows_attend_to_what_their_requests_share(
     heads: Heads, dtype: torch.dtype, head_dim: int, softcap: float | None, kernel_device: str
 ) -> None:
-    """Two levels, with a long suffix whose last tile alone is joined."""
+    """There are two levels of sharing, and a long suffix of which only the last tile is joined."""
     step = make([300, 170, 270, 5], [1, 19, 3, 1], heads, kernel_device, head_dim, dtype=dtype)
     step = share(step, {1: (0, 2), 2: (0, 4)})
-    assert_is_reference(step, softcap=softcap, split_tokens=64)
+    assert_matches_reference(step, softcap=softcap, split_tokens=64)
     together = attend(step, softcap=softcap, split_tokens=64)
     for request, (start, end) in enumerate(pairwise(step.batch.query_starts)):
         assert torch.equal(attend(alone(step, request), softcap=softcap, split_tokens=64), together[start:end])
@@ -194,8 +194,8 @@ def test_rows_of_a_kv_head_follow_each_other_and_then_the_joined_ones(
     num_tokens, head_dim = 17, 40
     query = torch.randn(num_tokens, num_kv_heads * group_size, head_dim, device=kernel_device)
     joined_rows = torch.randint(num_tokens * group_size, (num_joined, 3), dtype=torch.int32, device=kernel_device)
-    given = query.transpose(0, 1).contiguous().transpose(0, 1) if is_heads_first else query
-    packed = pack_queries(given, joined_rows, num_kv_heads)
+    strided_query = query.transpose(0, 1).contiguous().transpose(0, 1) if is_heads_first else query
+    packed = pack_queries(strided_query, joined_rows, num_kv_heads)
     own = query.view(num_tokens, num_kv_heads, group_size, head_dim).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
     assert packed.is_contiguous()
     assert torch.equal(packed, torch.cat((own, own[:, joined_rows[:, 0].long()]), dim=1))

@@ -17,7 +17,7 @@ SHAPES = [(150, 136), (37, 100), (80, 96), (65, 15)]
 WAYS = [(torch.bfloat16, 136), (torch.bfloat16, 100), (torch.float32, 100)]
 
 
-def make(
+def make_inputs(
     num_rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
@@ -26,10 +26,10 @@ def make(
     return rows.to(device, dtype), (weight * in_features**-0.5).to(device, dtype), bias.to(device, dtype)
 
 
-def assert_is_product(
+def assert_is_linear(
     got: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
-    """Assert that it is the exact result, with the bias, after one rounding, up to the error of float32 sums."""
+    """Assert that `got` is the exact result of the linear layer, rounded once, up to the error of float32 sums."""
     exact = functional.linear(rows.double(), weight.double(), None if bias is None else bias.double())
     assert (got.shape, got.dtype) == (exact.shape, rows.dtype)
     assert got.is_contiguous()
@@ -42,30 +42,30 @@ def assert_is_product(
 def test_matches_torch_linear(
     dtype: torch.dtype, out_features: int, in_features: int, is_transposed: bool, kernel_device: str
 ) -> None:
-    rows, weight, bias = make(129, out_features, in_features, dtype, kernel_device)
+    rows, weight, bias = make_inputs(129, out_features, in_features, dtype, kernel_device)
     if is_transposed:
         weight = weight.t().contiguous().t()
     for num_rows in (1, 15, 17, 37, 129):
-        assert_is_product(linear(rows[:num_rows], weight, bias), rows[:num_rows], weight, bias)
-    assert_is_product(linear(rows[:17], weight), rows[:17], weight)
+        assert_is_linear(linear(rows[:num_rows], weight, bias), rows[:num_rows], weight, bias)
+    assert_is_linear(linear(rows[:17], weight), rows[:17], weight)
 
 
 @pytest.mark.parametrize("in_features", [80, 36], ids=["TMA", "pointers"])
 @pytest.mark.parametrize("out_features", [2050, 8200])
 def test_wide_tiles_match_torch_linear(out_features: int, in_features: int, kernel_device: str) -> None:
-    rows, weight, bias = make(37, out_features, in_features, HALF, kernel_device)
-    assert_is_product(linear(rows, weight, bias), rows, weight, bias)
+    rows, weight, bias = make_inputs(37, out_features, in_features, HALF, kernel_device)
+    assert_is_linear(linear(rows, weight, bias), rows, weight, bias)
 
 
-def test_more_tiles_of_rows_than_a_group_has(kernel_device: str) -> None:
-    rows, weight, bias = make(10 * 128 + 1, 130, 16, HALF, kernel_device)
-    assert_is_product(linear(rows, weight, bias), rows, weight, bias)
+def test_tiles_of_rows_may_fill_several_groups(kernel_device: str) -> None:
+    rows, weight, bias = make_inputs(10 * 128 + 1, 130, 16, HALF, kernel_device)
+    assert_is_linear(linear(rows, weight, bias), rows, weight, bias)
 
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("dtype", "in_features"), WAYS)
 def test_a_row_does_not_depend_on_the_row_count(dtype: torch.dtype, in_features: int, kernel_device: str) -> None:
-    rows, weight, bias = make(129, 37, in_features, dtype, kernel_device)
+    rows, weight, bias = make_inputs(129, 37, in_features, dtype, kernel_device)
     whole = linear(rows, weight, bias)
     differing = [n for n in range(1, 129) if not torch.equal(linear(rows[:n], weight, bias), whole[:n])]
     assert differing == []
@@ -73,7 +73,7 @@ def test_a_row_does_not_depend_on_the_row_count(dtype: torch.dtype, in_features:
 
 @pytest.mark.parametrize(("dtype", "in_features"), WAYS)
 def test_a_row_does_not_depend_on_its_position(dtype: torch.dtype, in_features: int, kernel_device: str) -> None:
-    rows, weight, bias = make(140, 70, in_features, dtype, kernel_device)
+    rows, weight, bias = make_inputs(140, 70, in_features, dtype, kernel_device)
     whole = linear(rows, weight, bias)
     for seed in range(3):
         order = torch.randperm(140, generator=torch.Generator().manual_seed(seed)).to(kernel_device)
@@ -84,7 +84,7 @@ def test_a_row_does_not_depend_on_its_position(dtype: torch.dtype, in_features: 
 
 @pytest.mark.parametrize(("dtype", "in_features"), WAYS)
 def test_unaligned_views_give_the_same_bits(dtype: torch.dtype, in_features: int, kernel_device: str) -> None:
-    rows, weight, bias = make(20, 37, in_features, dtype, kernel_device)
+    rows, weight, bias = make_inputs(20, 37, in_features, dtype, kernel_device)
     whole = linear(rows, weight, bias)
     memory = torch.empty(rows.numel() + 1, dtype=dtype, device=kernel_device)
     shifted = memory[1:].view(rows.shape).copy_(rows)
@@ -97,7 +97,7 @@ def test_unaligned_views_give_the_same_bits(dtype: torch.dtype, in_features: int
 def test_the_number_of_programs_does_not_change_a_bit(
     dtype: torch.dtype, in_features: int, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, weight, bias = make(130, 150, in_features, dtype, kernel_device)
+    rows, weight, bias = make_inputs(130, 150, in_features, dtype, kernel_device)
     whole = linear(rows, weight, bias)
     for num_multiprocessors in (1, 2, 5, 132):
         monkeypatch.setattr(linear_module, "_num_multiprocessors", lambda device, n=num_multiprocessors: n)
@@ -106,9 +106,9 @@ def test_the_number_of_programs_does_not_change_a_bit(
 
 @pytest.mark.parametrize(("dtype", "in_features"), WAYS)
 def test_nan_stays_in_its_row_and_column(dtype: torch.dtype, in_features: int, kernel_device: str) -> None:
-    rows, weight, bias = make(20, 37, in_features, dtype, kernel_device)
+    rows, weight, bias = make_inputs(20, 37, in_features, dtype, kernel_device)
     clean = linear(rows, weight, bias)
-    rows[[5, 19]] = float("nan")  # also where the features of row 4, filled up to a tile, would end
+    rows[[5, 19]] = float("nan")  # row 5 follows row 4 in memory, where the features of row 4 are padded to a tile
     weight[[0, 36]] = float("nan")
     got = linear(rows, weight, bias)
     is_clean = torch.ones_like(got, dtype=torch.bool)
@@ -118,27 +118,27 @@ def test_nan_stays_in_its_row_and_column(dtype: torch.dtype, in_features: int, k
 
 
 def test_leading_dimensions_are_preserved(kernel_device: str) -> None:
-    rows, weight, bias = make(24, 37, 96, HALF, kernel_device)
+    rows, weight, bias = make_inputs(24, 37, 96, HALF, kernel_device)
     flat = linear(rows, weight, bias)
     assert torch.equal(linear(rows.view(2, 3, 4, 96), weight, bias), flat.view(2, 3, 4, 37))
     assert torch.equal(linear(rows[3], weight, bias), flat[3])
 
 
 def test_a_single_row_may_have_any_stride(kernel_device: str) -> None:
-    rows, weight, bias = make(1, 37, 96, HALF, kernel_device)
+    rows, weight, bias = make_inputs(1, 37, 96, HALF, kernel_device)
     column = rows.as_strided((1, 96), (1, 1))
     assert column.is_contiguous()
     assert torch.equal(linear(column, weight, bias), linear(rows, weight, bias))
 
 
 def test_strided_weight_and_bias_give_the_same_result(kernel_device: str) -> None:
-    rows, weight, bias = make(17, 37, 96, HALF, kernel_device)
-    assert_is_product(linear(rows, weight[::2], bias[::2]), rows, weight[::2], bias[::2])
-    assert_is_product(linear(rows[:, ::2], weight[:, ::2], bias), rows[:, ::2], weight[:, ::2], bias)
+    rows, weight, bias = make_inputs(17, 37, 96, HALF, kernel_device)
+    assert_is_linear(linear(rows, weight[::2], bias[::2]), rows, weight[::2], bias[::2])
+    assert_is_linear(linear(rows[:, ::2], weight[:, ::2], bias), rows[:, ::2], weight[:, ::2], bias)
 
 
 def test_empty_inputs_give_empty_outputs(kernel_device: str) -> None:
-    rows, weight, bias = make(4, 37, 96, HALF, kernel_device)
+    rows, weight, bias = make_inputs(4, 37, 96, HALF, kernel_device)
     assert linear(rows[:0], weight, bias).shape == (0, 37)
     assert linear(rows.view(2, 2, 96)[:, :0], weight, bias).shape == (2, 0, 37)
     assert linear(rows, weight[:0]).shape == (4, 0)
@@ -211,35 +211,35 @@ def test_rows_of_another_dtype_are_refused() -> None:
 def test_the_check_distinguishes_batch_invariant_results(
     dtype: torch.dtype, in_features: int, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, weight, bias = make(1, 37, in_features, dtype, kernel_device)
+    _, weight, bias = make_inputs(1, 37, in_features, dtype, kernel_device)
     expected = "both sizes" if layout_of(weight) else "one size"
     assert try_tiles(weight, bias) == expected
     assert try_tiles(weight) == expected
     launch = linear_module._launch
 
-    def launch_by_halves(rows, weight, bias, output, *how):
-        """A split of the sum that depends on the number of rows."""
+    def launch_by_halves(rows, weight, bias, output, layout, shape):
+        """Add up the features in two halves if there is a single row."""
         middle = in_features // 2 if rows.shape[0] == 1 else in_features
-        launch(rows[:, :middle].contiguous(), weight[:, :middle].contiguous(), bias, output, None, how[1])
+        launch(rows[:, :middle].contiguous(), weight[:, :middle].contiguous(), bias, output, None, shape)
         if middle < in_features:
-            rest = torch.empty_like(output)
-            launch(rows[:, middle:].contiguous(), weight[:, middle:].contiguous(), None, rest, None, how[1])
-            output += rest
+            second_half = torch.empty_like(output)
+            launch(rows[:, middle:].contiguous(), weight[:, middle:].contiguous(), None, second_half, None, shape)
+            output += second_half
 
     monkeypatch.setattr(linear_module, "_launch", launch_by_halves)
     assert try_tiles(weight, bias) is None
 
 
 def test_large_tiles_with_different_bits_are_not_used(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, weight, bias = make(1, 37, 64, HALF, kernel_device)
+    _, weight, bias = make_inputs(1, 37, 64, HALF, kernel_device)
     launch = linear_module._launch
 
-    def launch_off(rows, weight, bias, output, layout, shape):
+    def launch_with_errors_in_large_tiles(rows, weight, bias, output, layout, shape):
         launch(rows, weight, bias, output, layout, shape)
         if shape == LARGE_TILE:
             output[0, 0] += 1
 
-    monkeypatch.setattr(linear_module, "_launch", launch_off)
+    monkeypatch.setattr(linear_module, "_launch", launch_with_errors_in_large_tiles)
     assert try_tiles(weight, bias) == "one size"
 
 

@@ -6,13 +6,13 @@ from radixkv.kernels import reference
 from radixkv.kernels.gpu.low_rank import RANKS, TILE_ROWS, LowRankStep, add_low_rank, low_rank_rows_agree, padded_rank
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Rows of three adapters: fewer than a tile, more than one, and apart. Others are the base model's.
+# Ranges of rows of three adapters: less than a tile, more than a tile, and several ranges. The other rows have none.
 ROWS = [[(1, 3)], [(5, 24)], [(30, 31), (3, 4), (33, 36)]]
 NUM_ROWS = 37
 
 
 class Case:
-    """A product of rows, and adapters to add to it."""
+    """Rows, a random output of a linear layer for them, and three adapters whose results are added to the output."""
 
     def __init__(self, dtype: torch.dtype, out_features: int, in_features: int, rank: int, device: str) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -24,9 +24,9 @@ class Case:
         self.rows, self.out = make(NUM_ROWS, in_features), make(NUM_ROWS, out_features)
         self.downs = [make(rank, in_features, scale=in_features**-0.5) for _ in ROWS]
         self.ups = [make(out_features, rank, scale=rank**-0.5) for _ in ROWS]
-        self.addresses = np.array(
-            [[(0, 0)] * 3, [(d.data_ptr(), u.data_ptr()) for d, u in zip(self.downs, self.ups, strict=True)]]
-        )
+        no_weights = [(0, 0)] * len(ROWS)
+        weights = [(down.data_ptr(), up.data_ptr()) for down, up in zip(self.downs, self.ups, strict=True)]
+        self.addresses = np.array([no_weights, weights])  # site 0 has no adapter weights, site 1 has
 
     def add(self, ranges: list[list[tuple[int, int]]], out: torch.Tensor | None = None) -> torch.Tensor:
         got = self.out.clone() if out is None else out
@@ -76,17 +76,18 @@ def test_an_adapter_without_weights_at_a_site_changes_nothing(kernel_device: str
     assert torch.equal(got, case.out)
 
 
-def test_the_check_of_a_shape_finds_it_batch_invariant(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_a_shape_distinguishes_batch_invariant_results(
+    kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     down, up = (torch.empty(*shape, device=kernel_device) for shape in ((16, 48), (40, 16)))
     assert low_rank_rows_agree(down, up)
-    broken = reference.add_low_rank
 
-    def add(rows: torch.Tensor, out: torch.Tensor, step: LowRankStep, *_: object) -> None:
+    def add_by_row_count(rows: torch.Tensor, out: torch.Tensor, step: LowRankStep, *_: object) -> None:
         weights = torch.ones(16, 48), torch.ones(40, 16)
-        broken(rows, out, step.order.long(), *weights)
+        reference.add_low_rank(rows, out, step.order.long(), *weights)
         out += 1e-3 * len(rows)
 
-    monkeypatch.setattr("radixkv.kernels.gpu.low_rank.add_low_rank", add)
+    monkeypatch.setattr("radixkv.kernels.gpu.low_rank.add_low_rank", add_by_row_count)
     assert not low_rank_rows_agree(torch.empty(16, 48), torch.empty(40, 16))
 
 
@@ -109,13 +110,13 @@ def test_ranks_are_padded() -> None:
 def test_every_row_is_in_one_tile_of_its_adapter() -> None:
     rows = [[(3, 4)], [(10, 60), (0, 3)], [(70, 71), (5, 6), (80, 111)]]
     step = LowRankStep.build(rows, np.zeros((1, 3, 2), dtype=np.int64))
-    found: list[set[int]] = [set(), set(), set()]
+    rows_of_adapters: list[set[int]] = [set(), set(), set()]
     for start, end, adapter in step.tiles.tolist():
         assert 0 < end - start <= TILE_ROWS
         tile = set(step.order[start:end].tolist())
         assert len(tile) == end - start
-        assert not found[adapter] & tile
-        found[adapter] |= tile
-    assert found == [{row for first, last in ranges for row in range(first, last)} for ranges in rows]
-    assert len(step.tiles) == 1 + 4 + 3
-    assert step.order.numel() == sum(map(len, found))
+        assert not rows_of_adapters[adapter] & tile
+        rows_of_adapters[adapter] |= tile
+    assert rows_of_adapters == [{row for first, last in ranges for row in range(first, last)} for ranges in rows]
+    assert len(step.tiles) == 1 + 4 + 3  # for 1, 53 and 33 rows, 16 in a tile
+    assert step.order.numel() == sum(map(len, rows_of_adapters))

@@ -13,28 +13,28 @@ COLUMNS = [1, 37, 80, 128, 4096, 5000]
 STYLES = [TORCH, LLAMA, GEMMA]
 
 
-def make(num_rows: int, num_columns: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def make_inputs(num_rows: int, num_columns: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randn(shape, generator=generator) for shape in ((num_rows, num_columns), (num_columns,)))
     return (rows + 0.5).to(device, dtype), weight.to(device, dtype)
 
 
-def normalized(rows: torch.Tensor) -> torch.Tensor:
+def normalize_rows(rows: torch.Tensor) -> torch.Tensor:
     return rms_norm(rows, torch.linspace(-2, 2, rows.shape[-1], device=rows.device).to(rows.dtype), 1e-6)
 
 
-def added(rows: torch.Tensor) -> torch.Tensor:
+def add_and_normalize_rows(rows: torch.Tensor) -> torch.Tensor:
     weight = torch.linspace(-2, 2, rows.shape[-1], device=rows.device).to(rows.dtype)
     return torch.stack(add_rms_norm(rows, 0.3 * rows, weight, 1e-6, LLAMA))
 
 
-FUNCTIONS = [row_mean, normalized]
+FUNCTIONS = [row_mean, normalize_rows]
 
 
 @pytest.mark.parametrize("num_columns", COLUMNS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_row_mean_is_the_mean(dtype: torch.dtype, num_columns: int, kernel_device: str) -> None:
-    rows, _ = make(17, num_columns, dtype, kernel_device)
+    rows, _ = make_inputs(17, num_columns, dtype, kernel_device)
     got = row_mean(rows)
     assert (got.shape, got.dtype) == ((17, 1), dtype)
     exact = rows.double().mean(-1, keepdim=True)
@@ -45,7 +45,7 @@ def test_row_mean_is_the_mean(dtype: torch.dtype, num_columns: int, kernel_devic
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("eps", [1e-6, 0.25])
 def test_matches_rms_norm(dtype: torch.dtype, num_columns: int, eps: float, kernel_device: str) -> None:
-    rows, weight = make(5, num_columns, dtype, kernel_device)
+    rows, weight = make_inputs(5, num_columns, dtype, kernel_device)
     for given in (weight, None):
         got = rms_norm(rows, given, eps)
         assert (got.shape, got.dtype) == (rows.shape, dtype)
@@ -55,7 +55,7 @@ def test_matches_rms_norm(dtype: torch.dtype, num_columns: int, eps: float, kern
 
 
 def test_weight_may_be_wider_than_the_rows_and_strided(kernel_device: str) -> None:
-    rows, _ = make(5, 37, torch.bfloat16, kernel_device)
+    rows, _ = make_inputs(5, 37, torch.bfloat16, kernel_device)
     weight = torch.randn(74, device=kernel_device)[::2]
     exact = functional.rms_norm(rows.double(), (37,), weight.double(), 1e-6)
     torch.testing.assert_close(rms_norm(rows, weight, 1e-6).double(), exact, rtol=2**-8, atol=1e-6)
@@ -68,12 +68,12 @@ def test_weight_may_be_wider_than_the_rows_and_strided(kernel_device: str) -> No
 def test_each_style_rounds_as_its_models_do(
     style: NormStyle, dtype: torch.dtype, num_columns: int, kernel_device: str
 ) -> None:
-    rows, weight = make(5, num_columns, dtype, kernel_device)
+    rows, weight = make_inputs(5, num_columns, dtype, kernel_device)
     tolerance = {"rtol": max(3e-6, 2 * torch.finfo(dtype).eps), "atol": 1e-7}
     expected = reference.rms_norm(rows, weight, 1e-6, style)
     got = rms_norm(rows, weight, 1e-6, style)
     torch.testing.assert_close(got, expected, **tolerance)
-    if dtype != torch.float32:  # where rounding hides the order of sums, but for a few
+    if dtype != torch.float32:  # in half precision, rounding hides the summation order of all but a few elements
         assert (got != expected).float().mean() <= 0.02
     residual = rows.flip(0) * 3
     sums, normed = add_rms_norm(rows, residual, weight, 1e-6, style)
@@ -83,7 +83,7 @@ def test_each_style_rounds_as_its_models_do(
 
 
 def test_without_a_weight_all_styles_agree(kernel_device: str) -> None:
-    rows, _ = make(5, 37, torch.bfloat16, kernel_device)
+    rows, _ = make_inputs(5, 37, torch.bfloat16, kernel_device)
     expected = rms_norm(rows, None, 1e-6)
     assert all(torch.equal(rms_norm(rows, None, 1e-6, style), expected) for style in STYLES)
 
@@ -94,7 +94,7 @@ def test_without_a_weight_all_styles_agree(kernel_device: str) -> None:
 def test_a_row_does_not_depend_on_the_row_count_or_its_position(
     function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, num_columns: int, kernel_device: str
 ) -> None:
-    rows, _ = make(37, num_columns, dtype, kernel_device)
+    rows, _ = make_inputs(37, num_columns, dtype, kernel_device)
     whole = function(rows)
     for num_rows in (1, 2, 15, 16, 17, 36):
         assert torch.equal(function(rows[:num_rows]), whole[:num_rows])
@@ -112,7 +112,7 @@ def test_a_row_does_not_depend_on_the_row_count_or_its_position(
 def test_nan_stays_in_its_row(
     function: Callable[[torch.Tensor], torch.Tensor], num_columns: int, kernel_device: str
 ) -> None:
-    rows, _ = make(9, num_columns, torch.float32, kernel_device)
+    rows, _ = make_inputs(9, num_columns, torch.float32, kernel_device)
     clean = function(rows)
     rows[[0, 4]] = float("nan")
     rows[8] = float("inf")
@@ -126,22 +126,24 @@ def test_sums_are_float32(dtype: torch.dtype, kernel_device: str) -> None:
     rows = torch.full((2, 4096), 300.0, dtype=dtype, device=kernel_device)  # in float16 sum and squares would overflow
     assert torch.equal(row_mean(rows), rows[:, :1])
     assert torch.equal(rms_norm(rows, None, 0.0), torch.ones_like(rows))
-    large = 2 / torch.finfo(dtype).eps  # and large + 1 would be large
+    large = 2 / torch.finfo(dtype).eps  # in this dtype, large + 1 is rounded to large
     steps = torch.tensor([large, 1.0, 1.0], dtype=dtype, device=kernel_device).repeat_interleave(4096)[None]
     assert torch.equal(row_mean(steps), steps.double().mean(-1, keepdim=True).to(dtype))
 
 
 def test_leading_dimensions_are_preserved(kernel_device: str) -> None:
-    rows, weight = make(24, 80, torch.bfloat16, kernel_device)
+    rows, weight = make_inputs(24, 80, torch.bfloat16, kernel_device)
     assert torch.equal(row_mean(rows.view(2, 3, 4, 80)), row_mean(rows).view(2, 3, 4, 1))
     assert torch.equal(rms_norm(rows.view(2, 3, 4, 80), weight, 1e-6), rms_norm(rows, weight, 1e-6).view(2, 3, 4, 80))
     assert torch.equal(row_mean(rows[3]), row_mean(rows)[3])
-    assert torch.equal(added(rows.view(2, 3, 4, 80)), added(rows).view(2, 2, 3, 4, 80))
-    assert torch.equal(added(rows.t().contiguous().t()[3:]), added(rows)[:, 3:])
+    assert torch.equal(
+        add_and_normalize_rows(rows.view(2, 3, 4, 80)), add_and_normalize_rows(rows).view(2, 2, 3, 4, 80)
+    )
+    assert torch.equal(add_and_normalize_rows(rows.t().contiguous().t()[3:]), add_and_normalize_rows(rows)[:, 3:])
 
 
 def test_empty_inputs_give_empty_outputs(kernel_device: str) -> None:
-    rows, weight = make(4, 80, torch.float32, kernel_device)
+    rows, weight = make_inputs(4, 80, torch.float32, kernel_device)
     assert row_mean(rows.view(2, 2, 80)[:, :0]).shape == (2, 0, 1)
     assert rms_norm(rows[:0], weight, 1e-6).shape == (0, 80)
     assert [each.shape for each in add_rms_norm(rows[:0], rows[:0], weight, 1e-6)] == [(0, 80), (0, 80)]

@@ -7,7 +7,7 @@ from radixkv.kernels.gpu.swiglu import swiglu
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def make(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     gate, up = 4 * torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     return gate.to(device, dtype), up.to(device, dtype)
 
@@ -15,18 +15,18 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[torch
 @pytest.mark.parametrize("shape", [(1, 1), (5, 37), (2, 3, 128), (3, 1500), (2, 4096)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_torch_swiglu(dtype: torch.dtype, shape: tuple[int, ...], kernel_device: str) -> None:
-    gate, up = make(shape, dtype, kernel_device)
+    gate, up = make_inputs(shape, dtype, kernel_device)
     got = swiglu(gate, up)
     assert (got.shape, got.dtype) == (gate.shape, dtype)
     expected = reference.swiglu(gate, up)
     torch.testing.assert_close(got, expected, rtol=max(3e-6, 2 * torch.finfo(dtype).eps), atol=0)
-    if dtype != torch.float32:  # where rounding hides another exponential, but for a few
+    if dtype != torch.float32:  # in half precision, rounding hides other exponentials in all but a few elements
         assert (got != expected).float().mean() <= 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_gate_is_rounded_before_the_multiplication(dtype: torch.dtype, kernel_device: str) -> None:
-    gate, up = make((9, 128), dtype, kernel_device)
+    gate, up = make_inputs((9, 128), dtype, kernel_device)
     rounded_once = (torch.nn.functional.silu(gate.float()) * up.float()).to(dtype)
     assert (swiglu(gate, up) != rounded_once).float().mean() > 0.1
 
@@ -40,7 +40,7 @@ def test_large_numbers_saturate(kernel_device: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1, 6), (1, 37, 6), (5, 6), (6,)])
 def test_halves_of_a_merged_linear_layer_are_gated_in_place(shape: tuple[int, ...], kernel_device: str) -> None:
-    gate, up = make(shape, torch.bfloat16, kernel_device)
+    gate, up = make_inputs(shape, torch.bfloat16, kernel_device)
     merged = torch.cat((gate, up), dim=-1)
     got = swiglu(merged[..., :6], merged[..., 6:])
     assert got.is_contiguous()
@@ -48,7 +48,7 @@ def test_halves_of_a_merged_linear_layer_are_gated_in_place(shape: tuple[int, ..
 
 
 def test_any_strides_and_empty_inputs_are_supported(kernel_device: str) -> None:
-    gate, up = make((37, 6), torch.bfloat16, kernel_device)
+    gate, up = make_inputs((37, 6), torch.bfloat16, kernel_device)
     assert torch.equal(swiglu(gate.t(), up.t()), swiglu(gate, up).t())
     assert torch.equal(swiglu(gate[3:], up[3:]), swiglu(gate, up)[3:])
     assert torch.equal(swiglu(gate[3], up[3]), swiglu(gate, up)[3])

@@ -52,7 +52,7 @@ def test_quantizes_to_the_same_bits_as_the_reference(
     key[3] = 0
     value[4] *= 1e30
     value[5] *= 1e-30
-    key[6] = key[6].round()  # numbers half way between two
+    key[6] = key[6].round()  # some elements are then halfway between two quantized values
     expected = clone(step.pool)
     reference.write_kv(key, value, step.batch.slots, expected, LAYER)
     write_kv(key, value, step.batch.slots, step.pool, LAYER)
@@ -82,15 +82,15 @@ def test_key_and_value_may_be_views_of_different_layout(kernel_device: str) -> N
 
 
 def test_padding_is_not_written(kernel_device: str) -> None:
-    """Tokens in the middle and at the end have no slot; their K/V may be anything."""
+    """Some tokens, in the middle and at the end, are padding and have no slot; their K/V may be NaN."""
     step = make_step([5], [20], GQA, kv_dtype=torch.int8, device=kernel_device)
     key, value = torch.randn(2, 20, 2, 32, device=kernel_device).unbind(0)
     is_padding = torch.zeros(20, dtype=torch.bool, device=kernel_device)
     is_padding[[3, 16, 18, 19]] = True
     key[is_padding] = torch.nan
     expected = clone(step.pool)
-    real = ~is_padding
-    reference.write_kv(key[real], value[real], step.batch.slots[real], expected, LAYER)
+    is_token = ~is_padding
+    reference.write_kv(key[is_token], value[is_token], step.batch.slots[is_token], expected, LAYER)
     write_kv(key, value, torch.where(is_padding, -1, step.batch.slots), step.pool, LAYER)
     assert torch.equal(step.pool.blocks, expected.blocks)
 

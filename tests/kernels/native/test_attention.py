@@ -20,7 +20,7 @@ from radixkv.kernels.scoring import Scoring
 from ..cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, alone, cut, make_step, share
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
-SEVEN = Heads(7, 1)
+GROUP_OF_7 = Heads(7, 1)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 Attend = Callable[[torch.Tensor, KVPool, PagedBatch, Scoring], torch.Tensor]
@@ -66,7 +66,7 @@ def test_matches_reference_on_ragged_batches(
 @pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("is_adjacent", [True, False], ids=["by layer", "by block"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [GQA, SEVEN], ids=["GQA", "group of 7"])
+@pytest.mark.parametrize("heads", [GQA, GROUP_OF_7], ids=["GQA", "group of 7"])
 def test_matches_reference_over_long_prefixes(
     heads: Heads, dtype: torch.dtype, is_adjacent: bool, attend: Attend
 ) -> None:
@@ -104,7 +104,7 @@ def test_reports_that_it_does_not_support_quantized_pools(kv_dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_latents_are_keys_and_values(dtype: torch.dtype, attend: Attend) -> None:
-    step = make_step([1000, 0, 600], [70, 37, 1], SEVEN, dtype=dtype, head_dim=576, is_latent=True)
+    step = make_step([1000, 0, 600], [70, 37, 1], GROUP_OF_7, dtype=dtype, head_dim=576, is_latent=True)
     assert error_against_reference(attend, step) < 1.5 * TOLERANCE[dtype]
 
 
@@ -118,12 +118,14 @@ def test_a_sink_is_added_to_the_softmax_denominator_once(
     assert error_against_reference(attend, step, window=window, sinks=sinks) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("sink", "share"), [(float("-inf"), 1.0), (80.0, 0.0)], ids=["no share", "all of it"])
-def test_extreme_sinks_have_no_weight_or_all_of_it(sink: float, share: float, attend: Attend) -> None:
+@pytest.mark.parametrize(
+    ("sink", "weight_of_keys"), [(float("-inf"), 1.0), (80.0, 0.0)], ids=["sink without weight", "sink with all weight"]
+)
+def test_extreme_sinks_have_no_weight_or_all_of_it(sink: float, weight_of_keys: float, attend: Attend) -> None:
     step = make_step([600], [37], GQA)
     plain = attend(step.query, step.pool, step.batch, Scoring(0.2))
     got = attend(step.query, step.pool, step.batch, Scoring(0.2, sinks=torch.full((6,), sink)))
-    torch.testing.assert_close(got, share * plain)
+    torch.testing.assert_close(got, weight_of_keys * plain)
 
 
 @pytest.mark.sampled(one_in=4)
@@ -137,7 +139,7 @@ def test_window_counts_the_query_token(query_lens: list[int], window: int, atten
 @pytest.mark.parametrize("window", [None, 9])
 def test_softcap_bounds_the_scores(window: int | None, attend: Attend) -> None:
     step = make_step([37, 100], [20, 17], GQA)
-    step.query.mul_(4)  # scores large enough for the cap to bite
+    step.query.mul_(4)  # scores so large that the cap changes them
     assert error_against_reference(attend, step, softcap=2.0, window=window) < TOLERANCE[torch.float32]
 
 
@@ -147,7 +149,7 @@ def test_a_window_reads_only_the_blocks_inside_it(attend: Attend) -> None:
     step.pool.values[step.batch.block_tables[0, 26].long(), :, :, :, :6] = float("nan")
     assert torch.isfinite(attend(step.query, step.pool, step.batch, Scoring(1.0, window=9))).all()
     table = step.batch.host_tables.copy()
-    table[0, :26] = 2**31 - 1  # of blocks that are not there any more
+    table[0, :26] = 2**31 - 1  # ids of blocks that have been freed
     batch = PagedBatch.build([4], [434], list(table), 16)
     assert torch.isfinite(attend(step.query, step.pool, batch, Scoring(1.0, window=9))).all()
 
@@ -158,21 +160,22 @@ def test_extreme_score_differences_give_finite_results(attend: Attend) -> None:
     assert torch.isfinite(got).all()
 
 
-def in_parts(attend: Attend, step: Step, cuts: list[int], scoring: Scoring) -> torch.Tensor:
-    """The rows of a batch's only request, some at a time."""
-    parts = []
-    for start, end in itertools.pairwise([0, *cuts, step.batch.num_tokens]):
+def attend_in_chunks(attend: Attend, step: Step, chunk_ends: list[int], scoring: Scoring) -> torch.Tensor:
+    """Return the output for a batch's only request, computed chunk by chunk; `chunk_ends` leaves out the last end."""
+    chunks = []
+    for start, end in itertools.pairwise([0, *chunk_ends, step.batch.num_tokens]):
         query, batch = cut(step, 0, start, end)
-        parts.append(attend(query, step.pool, batch, scoring))
-    return torch.cat(parts)
+        chunks.append(attend(query, step.pool, batch, scoring))
+    return torch.cat(chunks)
 
 
-CUTS = ([1], [17, 255, 256, 257, 599], [63, 64, 512, 513], [583], [590], [127, 128, 129, 700])
+# Ends of chunks of 800 tokens: at, before and after multiples of 64, 128, 256 and 512, and elsewhere.
+CHUNK_ENDS = ([1], [17, 255, 256, 257, 599], [63, 64, 512, 513], [583], [590], [127, 128, 129, 700])
 
 
 @pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [MHA, GQA, SEVEN], ids=["MHA", "GQA", "group of 7"])
+@pytest.mark.parametrize("heads", [MHA, GQA, GROUP_OF_7], ids=["MHA", "GQA", "group of 7"])
 @pytest.mark.parametrize(
     "options", [{}, {"window": 40}, {"window": 300}, {"softcap": 3.0}, {"sinks": 1.0}, {"sinks": 1.0, "window": 40}]
 )
@@ -182,32 +185,32 @@ def test_chunking_a_sequence_does_not_change_a_bit(
     step = make_step([0], [800], heads, dtype=dtype)
     if "sinks" in options:
         options = options | {"sinks": torch.linspace(-3, 6, heads.num_query_heads)}
-    whole = in_parts(attend, step, [], Scoring(0.2, **options))
-    for cuts in CUTS:
-        assert torch.equal(in_parts(attend, step, cuts, Scoring(0.2, **options)), whole)
+    whole = attend_in_chunks(attend, step, [], Scoring(0.2, **options))
+    for chunk_ends in CHUNK_ENDS:
+        assert torch.equal(attend_in_chunks(attend, step, chunk_ends, Scoring(0.2, **options)), whole)
 
 
 @pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("what", ["values", "scores"])
+@pytest.mark.parametrize("cancelling", ["values", "scores"])
 def test_the_summation_order_does_not_depend_on_chunking(
-    what: Literal["values", "scores"], dtype: torch.dtype, head_dim: int, attend: Attend
+    cancelling: Literal["values", "scores"], dtype: torch.dtype, head_dim: int, attend: Attend
 ) -> None:
-    step = make_step([0], [800], SEVEN, head_dim=head_dim, dtype=dtype)
-    query, key, value = sensitive_attention(what, 800, 7, 1, head_dim)
+    step = make_step([0], [800], GROUP_OF_7, head_dim=head_dim, dtype=dtype)
+    query, key, value = sensitive_attention(cancelling, 800, 7, 1, head_dim)
     reference.write_kv(key.to(dtype), value.to(dtype), step.batch.slots, step.pool, LAYER)
     step = Step(query.to(dtype), step.pool, step.batch)
-    whole = in_parts(attend, step, [], Scoring(CANCELLING_SCALE))
+    whole = attend_in_chunks(attend, step, [], Scoring(CANCELLING_SCALE))
     assert whole.abs().max() > 0
-    for cuts in CUTS:
-        assert torch.equal(in_parts(attend, step, cuts, Scoring(CANCELLING_SCALE)), whole)
+    for chunk_ends in CHUNK_ENDS:
+        assert torch.equal(attend_in_chunks(attend, step, chunk_ends, Scoring(CANCELLING_SCALE)), whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_bitwise_identical_alone_and_with_a_shared_prefix(dtype: torch.dtype, attend: Attend) -> None:
-    """Requests share a system prompt, some of them a document after it, and one nothing."""
-    step = make_step([700, 700, 703, 500, 130, 64], [1, 64, 3, 70, 1, 1], SEVEN, dtype=dtype)
+    """All requests but one share their first 4 blocks, four of them their first 20, and three their first 40."""
+    step = make_step([700, 700, 703, 500, 130, 64], [1, 64, 3, 70, 1, 1], GROUP_OF_7, dtype=dtype)
     shared = share(step, {1: (0, 40), 2: (0, 43), 3: (0, 20), 5: (0, 4)})
     together = attend(shared.query, shared.pool, shared.batch, Scoring(0.2))
     for request in range(6):

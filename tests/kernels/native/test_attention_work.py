@@ -15,13 +15,13 @@ BLOCK_SIZE = 16
 def build(
     prefix_lens: list[int], query_lens: list[int], shared_blocks: int = 0, block_size: int = BLOCK_SIZE
 ) -> PagedBatch:
-    """Requests that begin with the same blocks, and have others after them."""
+    """Build a batch of requests that share their first `shared_blocks` blocks."""
     kv_lens = [prefix + new for prefix, new in zip(prefix_lens, query_lens, strict=True)]
     tables, next_block = [], shared_blocks
     for kv_len in kv_lens:
-        own = -(-kv_len // block_size) - shared_blocks
-        tables.append(np.r_[0:shared_blocks, next_block : next_block + own].astype(np.int32))
-        next_block += own
+        own_blocks = -(-kv_len // block_size) - shared_blocks
+        tables.append(np.r_[0:shared_blocks, next_block : next_block + own_blocks].astype(np.int32))
+        next_block += own_blocks
     return PagedBatch.build(query_lens, kv_lens, tables, block_size)
 
 
@@ -30,8 +30,12 @@ def plan(batch: PagedBatch, window: int | None = None, num_threads: int = 1, hea
 
 
 def key_ranges(work: AttentionWork, index: int) -> list[tuple[int, int]]:
-    """The ranges of keys that a token of the plan attends to, in order."""
-    return [(each[2], each[3]) for each in work.rounds.tolist() if each[0] <= index < each[1]]
+    """Return the ranges of keys that the token at `index` in `work.tokens` attends to, in order."""
+    return [
+        (first_key, end_key)
+        for first_token, end_token, first_key, end_key, *_ in work.rounds.tolist()
+        if first_token <= index < end_token
+    ]
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64, 128])
@@ -58,15 +62,19 @@ def test_a_prefix_shared_by_two_of_three_is_a_round_of_these_two() -> None:
     tables = batch.host_tables.copy()
     tables[2, :24] = tables[0, :24]
     work = plan(PagedBatch.build([1, 1, 1], [513] * 3, list(tables), BLOCK_SIZE))
-    sizes = {(first, end): end_token - token for token, end_token, first, end, *_ in work.rounds.tolist() if end <= 384}
-    assert sizes == {(0, 128): 3, (128, 384): 2}
+    num_tokens = {
+        (first_key, end_key): end_token - first_token
+        for first_token, end_token, first_key, end_key, *_ in work.rounds.tolist()
+        if end_key <= 384
+    }
+    assert num_tokens == {(0, 128): 3, (128, 384): 2}
 
 
 def test_rounds_have_the_index_of_their_first_block() -> None:
     work = plan(build([130, 700], [1, 1]))
-    for token, _, first_key, _, _, place in work.rounds.tolist():
-        table = work.blocks.reshape(2, -1)[work.tokens[token]]
-        assert work.blocks[place] == table[first_key // BLOCK_SIZE]
+    for first_token, _, first_key, _, _, first_block_index in work.rounds.tolist():
+        table = work.blocks.reshape(2, -1)[work.tokens[first_token]]
+        assert work.blocks[first_block_index] == table[first_key // BLOCK_SIZE]
 
 
 def test_a_window_begins_with_the_block_of_its_first_key() -> None:
@@ -78,17 +86,20 @@ def test_a_window_begins_with_the_block_of_its_first_key() -> None:
 @pytest.mark.parametrize("num_threads", [1, 2, 16])
 def test_items_cover_each_row_of_each_head_once(num_threads: int) -> None:
     work = plan(build([1000, 700, 0], [3, 200, 70]), num_threads=num_threads)
-    held = Counter((head, row) for head, first, end, *_ in work.items.tolist() for row in range(first, end))
-    assert held == {(head, row): 1 for head in range(2) for row in range(273 * 7)}
-    assert work.max_rows == max(end - first for _, first, end, *_ in work.items.tolist())
+    items_per_row = Counter(
+        (head, row) for head, first_row, end_row, *_ in work.items.tolist() for row in range(first_row, end_row)
+    )
+    assert items_per_row == {(head, row): 1 for head in range(2) for row in range(273 * 7)}  # 7 rows per token
+    assert work.max_rows == max(end_row - first_row for _, first_row, end_row, *_ in work.items.tolist())
 
 
 def test_an_item_has_all_rounds_of_its_rows() -> None:
     work = plan(build([1000, 700, 0], [3, 200, 70]))
     for _, first_row, end_row, first_round, end_round in work.items.tolist():
         tokens = {row // 7 for row in range(first_row, end_row)}
-        own = {i for i, each in enumerate(work.rounds.tolist()) if tokens & set(range(each[0], each[1]))}
-        assert own <= set(range(first_round, end_round))
+        for index, (first_token, end_token, *_) in enumerate(work.rounds.tolist()):
+            if tokens & set(range(first_token, end_token)):
+                assert first_round <= index < end_round
 
 
 def test_more_threads_get_more_items() -> None:
@@ -96,6 +107,6 @@ def test_more_threads_get_more_items() -> None:
     assert len(plan(batch, num_threads=8).items) > len(plan(batch).items)
 
 
-def test_items_of_longer_rows_are_smaller_but_not_small() -> None:
+def test_items_of_longer_rows_have_fewer_rows() -> None:
     batch = build([1024], [64])
     assert [plan(batch, head_dim=head_dim).max_rows for head_dim in (64, 192, 576)] == [448, 168, 128]

@@ -21,7 +21,7 @@ from radixkv.kernels.native.copies import NativeCopies, ObjectFiles
 PAST_THE_END = 0xA5
 CHECKSUM_BYTES = 16
 PAGE_BYTES = 4096
-BODIES = [*range(70), 127, 128, 129, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
+BODY_SIZES = [*range(70), 127, 128, 129, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
 
 
 @pytest.fixture
@@ -30,6 +30,7 @@ def native(library: ctypes.CDLL) -> NativeCopies:
 
 
 def aligned(num_bytes: int, offset: int = 0) -> npt.NDArray[np.uint8]:
+    """Allocate bytes that are all `PAST_THE_END`, `offset` bytes after an address that is a multiple of 64."""
     memory = np.full(num_bytes + 128, PAST_THE_END, np.uint8)
     start = -memory.ctypes.data % 64 + offset
     return memory[start : start + num_bytes]
@@ -39,17 +40,17 @@ def aligned(num_bytes: int, offset: int = 0) -> npt.NDArray[np.uint8]:
 @pytest.mark.parametrize("offset", [0, 32])
 def test_bytes_and_checksum_match_the_xxhash_library(native: NativeCopies, head_bytes: int, offset: int) -> None:
     draw = random.Random(head_bytes)
-    for body_bytes in BODIES:
+    for body_bytes in BODY_SIZES:
         head, source = draw.randbytes(head_bytes), draw.randbytes(body_bytes + 3)
         body = memoryview(source)[3:]  # no copy needs an aligned source
-        room = aligned(head_bytes + body_bytes + CHECKSUM_BYTES + 16, offset)
-        target = room[:-16]
+        memory = aligned(head_bytes + body_bytes + CHECKSUM_BYTES + 16, offset)
+        target = memory[:-16]
         assert native.copy_checked(head, body, target) == (head_bytes + body_bytes > 240)
         if head_bytes + body_bytes <= 240:
             continue
         assert target[:-CHECKSUM_BYTES].tobytes() == head + body
         assert target[-CHECKSUM_BYTES:].tobytes() == xxh3_128_digest(head + body)
-        assert set(room[-16:]) == {PAST_THE_END}
+        assert set(memory[-16:]) == {PAST_THE_END}
 
 
 def test_wrong_headers_and_targets_are_rejected(native: NativeCopies) -> None:
@@ -73,13 +74,13 @@ def test_memory_outside_the_target_is_not_written(native: NativeCopies) -> None:
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Callable[[int, bytes, bytes], ObjectFiles]]:
-    """Open files of objects with this in them, to read and to write."""
+    """A function that writes the bytes of heads and bodies of objects to files, and opens these."""
     with contextlib.ExitStack() as files:
 
         def open_(head_bytes: int, heads: bytes, bodies: bytes) -> ObjectFiles:
             descriptors = []
-            for name, data in (("heads", heads), ("bodies", bodies)):
-                (tmp_path / name).write_bytes(data)
+            for name, contents in (("heads", heads), ("bodies", bodies)):
+                (tmp_path / name).write_bytes(contents)
                 descriptors.append(os.open(tmp_path / name, os.O_RDWR))
                 files.callback(os.close, descriptors[-1])
             return ObjectFiles(*descriptors, head_bytes)
@@ -89,62 +90,70 @@ def opened(tmp_path: Path) -> Iterator[Callable[[int, bytes, bytes], ObjectFiles
 
 Opened = Callable[[int, bytes, bytes], ObjectFiles]
 PIECE_BYTES = 128 << 10
-BODY_BYTES = (0, 1, 63, 64, 65, 4096, *(PIECE_BYTES + more for more in (-1, 0, 1, 15, 16, 17)), 300_000)
+OBJECT_BODY_SIZES = (0, 1, 63, 64, 65, 4096, *(PIECE_BYTES + more for more in (-1, 0, 1, 15, 16, 17)), 300_000)
 
 
 @pytest.mark.parametrize("head_bytes", [0, 64, 256, 4096, 2 * PIECE_BYTES])
 def test_objects_are_read_with_their_checksums(native: NativeCopies, opened: Opened, head_bytes: int) -> None:
     draw = random.Random(head_bytes)
-    objects = [(draw.randbytes(head_bytes), draw.randbytes(size)) for size in BODY_BYTES if head_bytes + size > 240]
-    heads, bodies, places, whole = b"12345", b"123", [], []
+    objects = [
+        (draw.randbytes(head_bytes), draw.randbytes(size)) for size in OBJECT_BODY_SIZES if head_bytes + size > 240
+    ]
+    heads, bodies = b"12345", b"123"  # in the files, other bytes precede and follow each object
+    places, contents = [], []
     for head, body in objects:
-        recorded = draw.randbytes(CHECKSUM_BYTES)  # it is compared by others
+        recorded_checksum = draw.randbytes(CHECKSUM_BYTES)  # the caller compares it with the computed one
         places.append((len(heads), len(bodies), len(head) + len(body) + CHECKSUM_BYTES))
-        heads, bodies = heads + head + recorded + b"12", bodies + body + b"1"
-        whole.append(head + body + recorded)
-    rooms = [aligned(len(each) + 16, offset=32) for each in whole]
-    found = native.read_checked(opened(head_bytes, heads, bodies), places, [room.data for room in rooms])
-    assert found is not None
-    for each, room, (count, digest) in zip(whole, rooms, found, strict=True):
-        assert count == len(each)
-        assert room[:count].tobytes() == each
-        assert digest == xxh3_128_digest(each[:-CHECKSUM_BYTES])
-        assert set(room[count:]) == {PAST_THE_END}
+        heads, bodies = heads + head + recorded_checksum + b"12", bodies + body + b"1"
+        contents.append(head + body + recorded_checksum)
+    targets = [aligned(len(content) + 16, offset=32) for content in contents]
+    results = native.read_checked(opened(head_bytes, heads, bodies), places, [target.data for target in targets])
+    assert results is not None
+    for content, target, (num_bytes, digest) in zip(contents, targets, results, strict=True):
+        assert num_bytes == len(content)
+        assert target[:num_bytes].tobytes() == content
+        assert digest == xxh3_128_digest(content[:-CHECKSUM_BYTES])
+        assert set(target[num_bytes:]) == {PAST_THE_END}
 
 
-@pytest.mark.parametrize("there", [0, 1, 63, 64, 257, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 199_999])
+@pytest.mark.parametrize("num_present", [0, 1, 63, 64, 257, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 199_999])
 @pytest.mark.parametrize("is_head", [False, True])
 def test_a_truncated_object_yields_its_start_and_no_checksum(
-    native: NativeCopies, opened: Opened, there: int, *, is_head: bool
+    native: NativeCopies, opened: Opened, num_present: int, *, is_head: bool
 ) -> None:
+    """Of the second object, only `num_present` bytes of its head or of its body are in the files."""
     head_bytes = 192_000 if is_head else 64
-    draw = random.Random(there)
-    one, other = draw.randbytes(head_bytes + 300), draw.randbytes(head_bytes + 200_000)
-    heads, bodies = one[:head_bytes] + bytes(CHECKSUM_BYTES) + other[:head_bytes], one[head_bytes:] + other[head_bytes:]
+    draw = random.Random(num_present)
+    complete, truncated = draw.randbytes(head_bytes + 300), draw.randbytes(head_bytes + 200_000)
+    heads = complete[:head_bytes] + bytes(CHECKSUM_BYTES) + truncated[:head_bytes]
+    bodies = complete[head_bytes:] + truncated[head_bytes:]
     if is_head:
-        heads, expected = heads[: head_bytes + CHECKSUM_BYTES + there], other[: min(there, head_bytes)]
+        heads = heads[: head_bytes + CHECKSUM_BYTES + num_present]
+        expected = truncated[: min(num_present, head_bytes)]
     else:
-        heads, bodies, expected = heads + bytes(CHECKSUM_BYTES), bodies[: 300 + there], other[: head_bytes + there]
+        heads += bytes(CHECKSUM_BYTES)
+        bodies = bodies[: 300 + num_present]
+        expected = truncated[: head_bytes + num_present]
     places = [
-        (0, 0, len(one) + CHECKSUM_BYTES),
-        (head_bytes + CHECKSUM_BYTES, 300, len(other) + CHECKSUM_BYTES),
+        (0, 0, len(complete) + CHECKSUM_BYTES),
+        (head_bytes + CHECKSUM_BYTES, 300, len(truncated) + CHECKSUM_BYTES),
     ]
-    rooms = [aligned(size) for *_, size in places]
-    found = native.read_checked(opened(head_bytes, heads, bodies), places, [room.data for room in rooms])
-    assert found == [(places[0][2], xxh3_128_digest(one)), (len(expected), None)]
-    assert rooms[1][: len(expected)].tobytes() == expected
-    assert set(rooms[1][len(expected) :]) <= {PAST_THE_END}
+    targets = [aligned(num_bytes) for *_, num_bytes in places]
+    results = native.read_checked(opened(head_bytes, heads, bodies), places, [target.data for target in targets])
+    assert results == [(places[0][2], xxh3_128_digest(complete)), (len(expected), None)]
+    assert targets[1][: len(expected)].tobytes() == expected
+    assert set(targets[1][len(expected) :]) <= {PAST_THE_END}
 
 
 def test_short_objects_and_wrong_targets_are_not_read(native: NativeCopies, opened: Opened) -> None:
     files = opened(64, bytes(1000), bytes(1000))
-    for size, offset in ((256, 0), (257, 16)):
-        room = aligned(size, offset)
-        assert native.read_checked(files, [(0, 0, size)], [room.data]) is None
-        assert set(room) == {PAST_THE_END}
-    room = aligned(591)
-    assert native.read_checked(files._replace(head_bytes=576), [(0, 0, 591)], [room.data]) is None
-    assert set(room) == {PAST_THE_END}
+    for num_bytes, offset in ((256, 0), (257, 16)):
+        target = aligned(num_bytes, offset)
+        assert native.read_checked(files, [(0, 0, num_bytes)], [target.data]) is None
+        assert set(target) == {PAST_THE_END}
+    target = aligned(591)
+    assert native.read_checked(files._replace(head_bytes=576), [(0, 0, 591)], [target.data]) is None
+    assert set(target) == {PAST_THE_END}
     with pytest.raises(ValueError, match="at least the size"):
         native.read_checked(files, [(0, 0, 300)], [aligned(299).data])
 
@@ -235,7 +244,7 @@ def test_objects_are_written_with_the_checksum_of_the_library_and_zeros(
     native: NativeCopies, opened: Opened, tmp_path: Path, head_bytes: int
 ) -> None:
     mib = 1 << 20
-    sizes = (*BODIES, mib - 64, mib - 1, mib, mib + 1, 2 * mib - 400, 2 * mib, 3 * mib + 777)
+    sizes = (*BODY_SIZES, mib - 64, mib - 1, mib, mib + 1, 2 * mib - 400, 2 * mib, 3 * mib + 777)
     draw = random.Random(head_bytes)
     written = [(draw.randbytes(head_bytes), draw.randbytes(size + 5)) for size in sizes if head_bytes + size > 240]
     objects = [(head, memoryview(body)[5:]) for head, body in written]
@@ -248,11 +257,11 @@ def test_objects_are_written_with_the_checksum_of_the_library_and_zeros(
         expected = tuple(
             before + part + bytes(-len(part) % PAGE_BYTES) for before, part in zip(expected, parts, strict=True)
         )
-    beyond = bytes([PAST_THE_END]) * 10
+    after_the_end = bytes([PAST_THE_END]) * 10
     files = opened(head_bytes, *(bytes([PAST_THE_END]) * (len(each) + 10) for each in expected))
     assert native.write_checked(files, positions, objects)
-    for name, data in zip(("heads", "bodies"), expected, strict=True):
-        assert (tmp_path / name).read_bytes() == data + beyond
+    for name, contents in zip(("heads", "bodies"), expected, strict=True):
+        assert (tmp_path / name).read_bytes() == contents + after_the_end
 
 
 def test_wrong_headers_and_short_objects_are_not_written(native: NativeCopies, opened: Opened, tmp_path: Path) -> None:
@@ -281,8 +290,8 @@ def test_a_partial_write_raises(
 
 
 def test_an_unwritable_file_raises(native: NativeCopies, opened: Opened, tmp_path: Path) -> None:
-    files, only_read = opened(64, b"", b""), os.open(tmp_path / "heads", os.O_RDONLY)
-    for each in (files._replace(heads=only_read), files._replace(bodies=only_read)):
+    files, read_only = opened(64, b"", b""), os.open(tmp_path / "heads", os.O_RDONLY)
+    for each in (files._replace(heads=read_only), files._replace(bodies=read_only)):
         with pytest.raises(OSError, match="Bad file descriptor"):
             native.write_checked(each, [(0, 0)], [(bytes(64), memoryview(bytes(300)))])
-    os.close(only_read)
+    os.close(read_only)

@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.cancelling_inputs import sensitive_linear
@@ -17,17 +17,14 @@ from radixkv.kernels.native.variants import VARIANTS
 from radixkv.kernels.quantized_weight import QuantizedWeight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Features out and in: less than a vector and a panel, whole ones, more words than a cache holds at once, and panels
-# that are left when others are read together. The last two fill tiles.
+# (out_features, in_features): less than a vector and a panel, whole vectors and panels, more words than a cache holds
+# at once, and panels that remain when several others are read together. The last two fill tiles.
 SHAPES = [(1, 2), (31, 34), (64, 16), (33, 1000), (96, 4866), (113, 50), (31, 32), (65, 2080)]
-# Rows: less than a tile, tiles of unlike sizes, and more than are packed at a time. Up to 4, or in AMX tiles 32, a
-# quantized weight is multiplied while it is dequantized.
+# Row counts: less than a tile, tiles of different sizes, and more rows than are packed at a time. With up to 4 rows, or
+# with AMX up to 32, a quantized weight is multiplied while it is dequantized.
 ROWS = [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 25, 33, 100, 258, 259, 516, 517, 1033]
-TOLERANCE = {
-    torch.float32: 1e-6,
-    torch.bfloat16: 2**-8,
-    torch.float16: 2**-11,
-}  # relative to the sum of magnitudes; a rounding
+# The error of one rounding, relative to the sum of the magnitudes of the terms.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +38,7 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def require_batch_invariance(rows: torch.Tensor, panels: gemm.Panels, bias: torch.Tensor, whole: torch.Tensor) -> None:
-    """Compare the results for some of the rows with those rows of the whole result."""
+    """Assert that results for the first and the last rows alone are the same rows of `whole`, the result for all."""
     for num_rows in ROWS:
         for part in (slice(num_rows), slice(-num_rows, None)):
             assert torch.equal(gemm.multiply(rows[part].contiguous(), panels, bias), whole[part])
@@ -58,13 +55,13 @@ def test_results_are_correct_and_batch_invariant(
     rows, panels = numbers(ROWS[-1], shape[1], dtype=dtype), gemm.Panels(weight)
     whole = gemm.multiply(rows, panels, bias)
     assert (whole.shape, whole.dtype) == ((ROWS[-1], shape[0]), dtype)
-    wide = [each.double() for each in (rows, weight, bias)]
-    bound = TOLERANCE[dtype] * (wide[0].abs() @ wide[1].abs().t() + wide[2].abs())
-    assert ((whole.double() - (wide[0] @ wide[1].t() + wide[2])).abs() <= bound).all()
+    wide_rows, wide_weight, wide_bias = (each.double() for each in (rows, weight, bias))
+    bound = TOLERANCE[dtype] * (wide_rows.abs() @ wide_weight.abs().t() + wide_bias.abs())
+    assert ((whole.double() - (wide_rows @ wide_weight.t() + wide_bias)).abs() <= bound).all()
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     require_batch_invariance(rows, panels, bias, whole)
-    without = gemm.multiply(rows, panels, None).double()
-    assert ((without - wide[0] @ wide[1].t()).abs() <= bound).all()
+    without_bias = gemm.multiply(rows, panels, None).double()
+    assert ((without_bias - wide_rows @ wide_weight.t()).abs() <= bound).all()
 
 
 @pytest.mark.sampled(one_in=3)
@@ -75,7 +72,7 @@ def test_results_are_correct_and_batch_invariant(
 def test_quantized_weights_give_the_bits_of_dequantized_ones(
     dtype: torch.dtype, bits: int, shape: tuple[int, int], num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the processor multiplies pairs of bfloat16, dequantized weights are rounded to it, halves away from 0."""
+    """If the processor multiplies pairs of bfloat16, dequantized weights are rounded to bfloat16, ties away from 0."""
     quantized = QuantizedWeight.quantize(numbers(*shape, dtype=torch.float32), bits)
     panels, bias = gemm.QuantizedPanels([quantized], dtype), numbers(shape[0], dtype=dtype)
     rows, weight = numbers(ROWS[-1], shape[1], dtype=dtype), quantized.dequantize()
@@ -85,9 +82,9 @@ def test_quantized_weights_give_the_bits_of_dequantized_ones(
         weight = ((weight.view(torch.int32) + 0x8000) >> 16 << 16).view(torch.float32)
     if multiplies_pairs or dtype == torch.float32:
         assert torch.equal(gemm.multiply(rows, gemm.Panels(weight.to(dtype)), bias), whole)
-    wide = [each.double() for each in (rows, weight, bias)]
-    bound = TOLERANCE[dtype] * (wide[0].abs() @ wide[1].abs().t() + wide[2].abs())
-    assert ((whole.double() - (wide[0] @ wide[1].t() + wide[2])).abs() <= bound).all()
+    wide_rows, wide_weight, wide_bias = (each.double() for each in (rows, weight, bias))
+    bound = TOLERANCE[dtype] * (wide_rows.abs() @ wide_weight.abs().t() + wide_bias.abs())
+    assert ((whole.double() - (wide_rows @ wide_weight.t() + wide_bias)).abs() <= bound).all()
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     require_batch_invariance(rows, panels, bias, whole)
 
@@ -119,7 +116,7 @@ def test_rows_of_a_packed_weight_are_what_was_packed(bits: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weights_may_be_packed_together(dtype: torch.dtype) -> None:
-    """Wherever one ends in a panel, and also columns of a larger matrix."""
+    """Each of them may end anywhere in a panel, and may be some columns of a larger matrix."""
     rows, wide = numbers(3, 40, dtype=dtype), numbers(200, 60, dtype=dtype)[:, 4:44]
     for sizes in ((16, 32), (7, 5, 3), (1, 63, 70), (33, 31, 64), (40, 100, 60)):
         weights = wide[: sum(sizes)].split(sizes)
@@ -135,19 +132,19 @@ def test_a_gate_is_silu_of_one_matmul_times_the_other(dtype: torch.dtype, in_fea
     bias, up_bias = (numbers(200, dtype=dtype) * sign for sign in (1, -1))
     rows = numbers(num_rows, in_features, dtype=dtype)
     panels, up_panels = gemm.Panels(weight), gemm.Panels(up)
-    wide = [each.double() for each in (rows, weight, up)]
-    for first, second in ((None, None), (bias, None), (None, up_bias), (bias, up_bias)):
-        got = gemm.gate(rows, panels, first, up_panels, second)
-        gates, ups = (
-            wide[0] @ other.t() + (0 if added is None else added.double())
-            for other, added in zip(wide[1:], (first, second), strict=True)
-        )
-        expected = silu(gates) * ups
+
+    def exact_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return linear(rows.double(), weight.double(), None if bias is None else bias.double())
+
+    for gate_bias_or_none, up_bias_or_none in ((None, None), (bias, None), (None, up_bias), (bias, up_bias)):
+        got = gemm.gate(rows, panels, gate_bias_or_none, up_panels, up_bias_or_none)
+        expected = silu(exact_linear(weight, gate_bias_or_none)) * exact_linear(up, up_bias_or_none)
         assert ((got.double() - expected).abs() <= 2 * TOLERANCE[dtype] * expected.abs() + 1e-4).all()
         assert got.dtype == dtype
-        for num_rows in (1, 2, 13):
-            part = rows[-num_rows:].contiguous()
-            assert torch.equal(gemm.gate(part, panels, first, up_panels, second), got[-num_rows:])
+        for num_last_rows in (1, 2, 13):
+            last_rows = rows[-num_last_rows:].contiguous()
+            gated = gemm.gate(last_rows, panels, gate_bias_or_none, up_panels, up_bias_or_none)
+            assert torch.equal(gated, got[-num_last_rows:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -162,24 +159,22 @@ def test_non_finite_values_stay_in_their_row(dtype: torch.dtype) -> None:
     assert not got[12].isfinite().any()
 
 
-@pytest.mark.skipif("amx" not in [each.name for each in runnable_variants()], reason="a processor without tiles")
+@pytest.mark.skipif("amx" not in [each.name for each in runnable_variants()], reason="this processor has no AMX")
 def test_amx_tiles_are_used_for_full_tiles() -> None:
-    """They add up in another order than vectors, which shows where numbers cancel."""
-    got = []
+    """AMX adds up in another order than AVX-512, which changes the results for inputs whose sums cancel."""
+    results: dict[tuple[str, int], torch.Tensor] = {}
     for variant in VARIANTS[:2]:
         gemm.use(load_library(cache_directory(), variants=[variant]))
-        bits = []
         for in_features in (1024, 1026):
             rows, weight, _ = sensitive_linear(torch.empty(50, in_features, dtype=torch.bfloat16), None, 20)
-            bits.append(gemm.multiply(rows, gemm.Panels(weight), None))
-        got.append(bits)
-    assert not torch.equal(got[0][0], got[1][0])
-    assert torch.equal(got[0][1], got[1][1])
+            results[variant.name, in_features] = gemm.multiply(rows, gemm.Panels(weight), None)
+    assert not torch.equal(results["amx", 1024], results["avx512_bf16", 1024])
+    assert torch.equal(results["amx", 1026], results["avx512_bf16", 1026]), "1026 features do not fill tiles"
 
 
 def test_a_gate_of_large_numbers_is_finite() -> None:
     """SiLU of -200 is -0 and of 200 is 200, where the exponential alone is not finite."""
-    weight = torch.tensor([[200.0], [-200.0]]).repeat(1, 1)
+    weight = torch.tensor([[200.0], [-200.0]])
     got = gemm.gate(torch.ones(1, 1), gemm.Panels(weight), None, gemm.Panels(torch.ones(2, 1)), None)
     torch.testing.assert_close(got, torch.tensor([[200.0, 0.0]]))
 
@@ -191,7 +186,9 @@ def test_unsupported_weights_are_left_to_libraries(monkeypatch: pytest.MonkeyPat
     assert in_use is not None
     monkeypatch.setattr(gemm, "_library", in_use._replace(word_numbers={torch.bfloat16: 2}))
     assert "native" in gemm_backends(torch.empty(4, 4, dtype=torch.bfloat16))
-    assert "native" not in gemm_backends(torch.empty(4, 3, dtype=torch.bfloat16))  # half a word is left
+    assert "native" not in gemm_backends(
+        torch.empty(4, 3, dtype=torch.bfloat16)
+    )  # three features do not fill words of two
 
 
 def test_without_the_library_there_is_no_gemm_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,10 @@ def in_use(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[1, 3], ids=["1 thread", "3 threads"])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
+    usual_num_threads = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
-    torch.set_num_threads(before)
+    torch.set_num_threads(usual_num_threads)
 
 
 def norm(rows: NativeRows, size: int, dtype: torch.dtype, style: NormStyle) -> NativeNorm:
@@ -49,7 +49,14 @@ def weights(out_features: int, in_features: int, dtype: torch.dtype, *, has_bias
 
 
 def make_parts(rows: NativeRows, dtype: torch.dtype, kind: str) -> LayerParts:
-    """A layer as Llama has them, or with norms of heads and biases, in another style of norms."""
+    """Make a layer.
+
+    Args:
+        rows: the row operations.
+        dtype: dtype of the weights.
+        kind: "plain" for a layer of Llama. "rich" for one with biases, norms of the heads in Gemma's style, and
+            separate weights of gate and up.
+    """
     is_rich = kind == "rich"
     style, has_bias = (GEMMA, True) if is_rich else (LLAMA, False)
     heads_norms = [norm(rows, HEAD_DIM, dtype, style) if is_rich else None for _ in range(2)]
@@ -71,7 +78,7 @@ def scoring_of(kind: str) -> Scoring:
 
 
 class Steps:
-    """The same tokens for a layer in one call and for its parts, each over a pool of its own."""
+    """Computes the tokens of a step with a layer, in one call or part by part."""
 
     def __init__(self, library: ctypes.CDLL, step: Step, parts: LayerParts, scoring: Scoring) -> None:
         self.library, self.step, self.parts, self.scoring = library, step, parts, scoring
@@ -116,8 +123,8 @@ class Steps:
         return hidden + multiply(gated, parts.down)
 
 
-def multiply(rows: torch.Tensor, by: Weights) -> torch.Tensor:
-    return gemm.multiply(rows, by.panels, by.bias)
+def multiply(rows: torch.Tensor, weights: Weights) -> torch.Tensor:
+    return gemm.multiply(rows, weights.panels, weights.bias)
 
 
 @pytest.mark.sampled(one_in=3)
@@ -134,12 +141,12 @@ def test_a_layer_is_bitwise_identical_to_its_parts(
     apart = Steps(library, Step(step.query, clone(step.pool), step.batch), parts, scoring)
     apart.cos, apart.sin, apart.largest = whole.cos, whole.sin, whole.largest.clone()
     hidden = torch.randn(sum(query_lens), HIDDEN).to(dtype)
-    kept = hidden.clone()
-    for _ in range(2):  # memory that a thread keeps is used again
+    hidden_before = hidden.clone()
+    for _ in range(2):  # in the second call, threads reuse the memory that they keep
         assert torch.equal(whole.in_one_call(hidden), apart.one_by_one(hidden))
         assert torch.equal(whole.step.pool.blocks, apart.step.pool.blocks)
         assert torch.equal(whole.largest, apart.largest)
-    assert torch.equal(hidden, kept), "rows are read only"
+    assert torch.equal(hidden, hidden_before), "the input is not changed"
     assert whole.in_one_call(hidden[None])[0].shape == hidden.shape
 
 
@@ -149,10 +156,10 @@ def test_cosines_and_sines_of_other_layouts_are_rejected(library: ctypes.CDLL) -
     hidden = torch.randn(3, HIDDEN).bfloat16()
     with pytest.raises(ValueError, match=r"^rows: expected .* in torch.bfloat16, got .* in torch.float32$"):
         steps.in_one_call(hidden.float())
-    own, steps.cos = steps.cos, steps.cos.float()
+    cos, steps.cos = steps.cos, steps.cos.float()
     with pytest.raises(ValueError, match=r"^cos: expected .* in torch.bfloat16, got .* in torch.float32$"):
         steps.in_one_call(hidden)
-    steps.cos, steps.sin = own, steps.sin.mT.contiguous().mT
+    steps.cos, steps.sin = cos, steps.sin.mT.contiguous().mT
     with pytest.raises(ValueError, match=r"^sin: .* got a strided one"):
         steps.in_one_call(hidden)
 

@@ -30,16 +30,16 @@ def rows(library: ctypes.CDLL) -> NativeRows:
 
 
 @pytest.fixture
-def has_threads() -> Iterator[None]:
-    """Several threads, among which large calls are divided."""
-    before = torch.get_num_threads()
+def three_threads() -> Iterator[None]:
+    """Divide large calls among three threads."""
+    usual_num_threads = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(usual_num_threads)
 
 
-def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest distance in units of the last place of a row's largest number."""
+def distance_in_last_places(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest distance, in units in the last place of the largest number of the same row."""
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     wide = expected.double()
     distance = (got.double() - wide).abs() / wide.abs().amax(-1, keepdim=True).clamp_min(1e-30)
@@ -53,7 +53,12 @@ def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
 def test_norms_match_torch(width: int, dtype: torch.dtype, style: NormStyle, rows: NativeRows) -> None:
     some = (torch.randn(5, 3, width) * torch.tensor([1e-3, 1.0, 50.0])[:, None]).to(dtype)
     weight = torch.randn(width).to(dtype) if style.rounds_first else torch.randn(width) + style.weight_offset
-    assert apart(rows.norm(weight, 1e-5, style)(some), row_norm(some, weight, torch.tensor([1e-5]), style)) <= 4
+    assert (
+        distance_in_last_places(
+            rows.norm(weight, 1e-5, style)(some), row_norm(some, weight, torch.tensor([1e-5]), style)
+        )
+        <= 4
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,8 +76,8 @@ def test_rope_is_bitwise_identical_to_torch(head_dim: int, dtype: torch.dtype, r
     heads, angles = whole[:, :3], torch.randn(9, head_dim)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     half = head_dim // 2
-    turned = torch.cat((-heads[..., half:], heads[..., :half]), -1)
-    assert torch.equal(rows.rotate(heads, cos, sin), heads * cos[:, None] + turned * sin[:, None])
+    rotated_halves = torch.cat((-heads[..., half:], heads[..., :half]), -1)
+    assert torch.equal(rows.rotate(heads, cos, sin), heads * cos[:, None] + rotated_halves * sin[:, None])
 
 
 def test_cosines_and_sines_of_other_layouts_are_rejected(rows: NativeRows) -> None:
@@ -90,15 +95,17 @@ def test_cosines_and_sines_of_other_layouts_are_rejected(rows: NativeRows) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_gates_match_torch(width: int, dtype: torch.dtype, rows: NativeRows) -> None:
-    both = (torch.randn(2, 7, 2 * width) * 6).to(dtype)
-    both[0, 0, 0], both[0, 1, 0] = -200, 200
-    expected = functional.silu(both[..., :width]) * both[..., width:]
-    assert apart(rows.gate(both), expected) <= (16 if dtype == torch.float32 else 2)  # exponents are rounded, too
+    gate_and_up = (torch.randn(2, 7, 2 * width) * 6).to(dtype)
+    gate_and_up[0, 0, 0], gate_and_up[0, 1, 0] = -200, 200
+    expected = functional.silu(gate_and_up[..., :width]) * gate_and_up[..., width:]
+    assert distance_in_last_places(rows.gate(gate_and_up), expected) <= (
+        16 if dtype == torch.float32 else 2
+    )  # exponents are rounded, too
 
 
 @pytest.mark.parametrize("function", ["norm", "gate", "rotate"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.usefixtures("has_threads")
+@pytest.mark.usefixtures("three_threads")
 def test_a_row_is_bitwise_identical_alone_and_among_thousands(
     dtype: torch.dtype, function: str, rows: NativeRows
 ) -> None:
@@ -137,7 +144,7 @@ def test_keys_and_values_are_written_as_by_the_reference(
 def assert_written(
     rows: NativeRows, pool: KVPool, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor
 ) -> None:
-    """Write with both, and compare all bits of the pools and the magnitudes."""
+    """Assert that C++ and the reference write the same bits of K and V, and record the same magnitudes."""
     assert has_adjacent_heads(key)
     expected, largest = clone_of(pool), torch.rand(len(slots), key.shape[1])
     expected_largest = largest.clone()

@@ -22,15 +22,15 @@ def in_use(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     gemm.use(library)
 
 
-def matmul() -> tuple[torch.Tensor, gemm.Panels]:
-    """Rows and a weight whose product takes many regions of the pool: each row tile, then each panel."""
+def rows_and_panels() -> tuple[torch.Tensor, gemm.Panels]:
+    """Make rows and a weight whose matmul is divided into many items: by tiles of rows, and by panels."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(40, 130, generator=generator)
     return rows, gemm.Panels(torch.randn(300, 130, generator=generator))
 
 
 def test_callers_on_several_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, panels = matmul()
+    rows, panels = rows_and_panels()
     expected = gemm.multiply(rows, panels, None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: random.randint(1, 6))
 
@@ -42,7 +42,7 @@ def test_callers_on_several_threads_do_not_disturb_each_other(monkeypatch: pytes
 
 
 def test_more_threads_than_items_and_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, panels = matmul()
+    rows, panels = rows_and_panels()
     expected = gemm.multiply(rows, panels, None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     for _ in range(50):
@@ -57,10 +57,10 @@ def multiply_again(rows: torch.Tensor, panels: gemm.Panels, expected: torch.Tens
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_has_a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, panels = matmul()
+    rows, panels = rows_and_panels()
     expected = gemm.multiply(rows, panels, None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert torch.equal(gemm.multiply(rows, panels, None), expected)  # the threads run
+    assert torch.equal(gemm.multiply(rows, panels, None), expected)  # this starts the threads of the pool
     child = multiprocessing.get_context("fork").Process(target=multiply_again, args=(rows, panels, expected))
     child.start()
     child.join(PATIENCE_S)
@@ -68,7 +68,7 @@ def test_a_forked_process_has_a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch)
     multiply_again(rows, panels, expected)
 
 
-_ENDS = """
+_PROGRAM_THAT_MULTIPLIES = """
 import torch
 from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.native import gemm
@@ -83,5 +83,7 @@ assert (gemm.multiply(rows, panels, None) == 130).all()
 
 @pytest.mark.sampled(one_in=4)
 def test_the_process_ends_while_threads_wait() -> None:
-    ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, timeout=PATIENCE_S, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", _PROGRAM_THAT_MULTIPLIES], capture_output=True, timeout=PATIENCE_S, check=False
+    )
     assert (ended.returncode, ended.stderr) == (0, b"")

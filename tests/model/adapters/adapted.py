@@ -1,4 +1,4 @@
-"""A checkpoint with three adapters, as radixkv serves it, compared with peft's own forward pass."""
+"""A checkpoint with adapters, as radixkv serves it, and peft's own forward passes as oracles."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.model.exact.exact_cases import MODELS
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128
 
-# The linear layers of experts are not modules: peft adapts them as parameters, which is refused. `kv_b_proj` is not
-# applied to rows either, but absorbed into queries and attention outputs.
+# The default is all linear layers. In these families some can't be adapted: the linear layers of experts are not
+# modules (peft adapts them as parameters), and `kv_b_proj` is absorbed into queries and attention outputs.
 _LATENT_TARGETS = ["kv_a_proj_with_mqa", "o_proj"]
 _TARGETS = {
     "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -46,16 +46,16 @@ _FEW_TARGETS = {
 def adapter_options(family: str) -> list[dict[str, Any]]:
     """Return fields of three adapters: all layers, few layers of another rank, and scales by patterns."""
     targets = _TARGETS.get(family, "all-linear")
-    few = _FEW_TARGETS.get(family, ["q_proj", "v_proj", "up_proj"])
+    few_targets = _FEW_TARGETS.get(family, ["q_proj", "v_proj", "up_proj"])
     return [
         {"target_modules": targets},
-        {"target_modules": few, "r": 3, "lora_alpha": 4},
+        {"target_modules": few_targets, "r": 3, "lora_alpha": 4},
         {
             "target_modules": targets,
             "r": 5,
             "lora_alpha": 3,
             "use_rslora": True,
-            "rank_pattern": {few[0]: 7},
+            "rank_pattern": {few_targets[0]: 7},
             "alpha_pattern": {r".*\.1\..*": 5},
         },
     ]
@@ -68,7 +68,7 @@ class Adapted:
     Attributes:
         model, runner: as served.
         files: the adapters that were read.
-        oracles: transformers' model, then peft's of each adapter.
+        oracles: transformers' model at index 0, then peft's model of each adapter.
     """
 
     model: Model
@@ -81,7 +81,7 @@ class Adapted:
         return "" if number == 0 else self.files[number - 1].digest
 
     def expected(self, number: int, tokens: np.ndarray) -> torch.Tensor:
-        """Logits after each token, `[num_tokens, vocab_size]`."""
+        """Return an oracle's logits after each token, `[num_tokens, vocab_size]`."""
         with torch.inference_mode():
             return self.oracles[number](input_ids=torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].float()
 
@@ -90,7 +90,7 @@ class Adapted:
     ) -> Chunk:
         """Make a chunk of a prompt that is computed with an adapter, with the logits after all its tokens.
 
-        A sequence has the state slot with the number of its first block.
+        The recurrent states of a sequence, if the model has any, are in the slot with the id of its first block.
         """
         slot = int(block_ids[0])
         return Chunk(

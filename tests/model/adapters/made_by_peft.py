@@ -23,7 +23,7 @@ def write_adapter(checkpoint: Path, directory: Path, seed: int = 0, **options: A
         options: fields of `LoraConfig`.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # GPT-2 has its own layout
+        warnings.simplefilter("ignore")  # peft warns that GPT-2 stores its weights transposed
         fields = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
         adapted = get_peft_model(load_eager(checkpoint), LoraConfig(**fields))
         generator = torch.Generator().manual_seed(seed)

@@ -14,8 +14,9 @@ LAYER = "model.layers.1.self_attn.q_proj"
 
 
 def read(directory: Path, **fields: Any) -> LoraFields:
-    tree = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 16, **fields}
-    (directory / "adapter_config.json").write_text(json.dumps(tree))
+    """Write a valid adapter_config.json with these fields added or replaced, and read it."""
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 16, **fields}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
     return read_config(directory, vocab_size=300)
 
 
@@ -66,8 +67,8 @@ def test_unsupported_fields_are_rejected_by_name(tmp_path: Path, fields: dict[st
 
 
 def test_activated_adapters_need_a_vocabulary_that_leaves_room_for_marks(tmp_path: Path) -> None:
-    written = read(tmp_path, alora_invocation_tokens=[1])
-    assert written.invocation_token_ids == (1,)
+    config = read(tmp_path, alora_invocation_tokens=[1])
+    assert config.invocation_token_ids == (1,)
     with pytest.raises(
         InvalidAdapter, match="alora_invocation_tokens: expected a model of at most 1048576 token ids, got 1048577"
     ):

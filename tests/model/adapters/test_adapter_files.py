@@ -38,13 +38,14 @@ def written(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_adapter(checkpoint, tmp_path_factory.mktemp("adapter"))
 
 
-def changed(written: Path, directory: Path, tensors: dict[str, Any] | None = None, **fields: Any) -> Path:
+def copy_adapter(written: Path, directory: Path, tensors: dict[str, Any] | None = None, **fields: Any) -> Path:
     """Copy an adapter with some tensors and fields replaced; None removes a tensor."""
     directory.mkdir(exist_ok=True)
-    held = {**load_file(written / "adapter_model.safetensors"), **(tensors or {})}
-    save_file({name: each for name, each in held.items() if each is not None}, directory / "adapter_model.safetensors")
-    tree = {**json.loads((written / "adapter_config.json").read_text()), **fields}
-    (directory / "adapter_config.json").write_text(json.dumps(tree))
+    all_tensors = {**load_file(written / "adapter_model.safetensors"), **(tensors or {})}
+    kept_tensors = {name: tensor for name, tensor in all_tensors.items() if tensor is not None}
+    save_file(kept_tensors, directory / "adapter_model.safetensors")
+    config = {**json.loads((written / "adapter_config.json").read_text()), **fields}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
 
 
@@ -54,23 +55,24 @@ def ids(*token_ids: int) -> bytes:
 
 def test_all_linear_layers_but_the_head_are_read(written: Path, model: Model) -> None:
     files = read_adapter(written, model)
-    assert len(files.layers) == 3 * 7
+    assert len(files.layers) == 3 * 7  # layers, and linear layers in each
     assert files.rank == 4
     assert files.num_bytes == sum(each.nbytes for each in load_file(written / "adapter_model.safetensors").values())
     assert files.invocation_token_ids is None
 
 
 def test_the_scale_is_multiplied_into_lora_b(written: Path, model: Model) -> None:
-    held = load_file(written / "adapter_model.safetensors")
-    each = read_adapter(written, model).layers["model.layers.0.self_attn.q_proj"]
-    assert torch.equal(each.down, held[f"{LAYER}.lora_A.weight"])
-    assert torch.equal(each.up, 2 * held[f"{LAYER}.lora_B.weight"])
+    tensors = load_file(written / "adapter_model.safetensors")
+    layer = read_adapter(written, model).layers["model.layers.0.self_attn.q_proj"]
+    assert torch.equal(layer.down, tensors[f"{LAYER}.lora_A.weight"])
+    scale = 8 / 4  # lora_alpha divided by the rank
+    assert torch.equal(layer.up, scale * tensors[f"{LAYER}.lora_B.weight"])
 
 
 def test_adapters_with_equal_outputs_have_equal_digests(written: Path, model: Model, tmp_path: Path) -> None:
     digest = read_adapter(written, model).digest
     assert len(digest) == 40
-    same = changed(written, tmp_path / "same", base_model_name_or_path="elsewhere", lora_dropout=0.1)
+    same = copy_adapter(written, tmp_path / "same", base_model_name_or_path="elsewhere", lora_dropout=0.1)
     assert read_adapter(same, model).digest == digest
 
 
@@ -79,16 +81,16 @@ def test_everything_that_changes_outputs_changes_the_digest(written: Path, model
     tensor = load_file(written / "adapter_model.safetensors")[name]
     flipped = tensor.clone()
     flipped.view(torch.int32)[0, 0] ^= 1  # the last bit of one number
-    others = [
-        changed(written, tmp_path / "bit", {name: flipped}),
-        changed(written, tmp_path / "dtype", {name: tensor.bfloat16()}),
-        changed(written, tmp_path / "alpha", lora_alpha=7),
-        changed(written, tmp_path / "rslora", use_rslora=True),
-        changed(written, tmp_path / "pattern", alpha_pattern={"q_proj": 1}),
-        changed(written, tmp_path / "invoked", alora_invocation_tokens=[1, 2]),
-        changed(written, tmp_path / "fewer", {name: None, name.replace("lora_A", "lora_B"): None}),
+    changed = [
+        copy_adapter(written, tmp_path / "bit", {name: flipped}),
+        copy_adapter(written, tmp_path / "dtype", {name: tensor.bfloat16()}),
+        copy_adapter(written, tmp_path / "alpha", lora_alpha=7),
+        copy_adapter(written, tmp_path / "rslora", use_rslora=True),
+        copy_adapter(written, tmp_path / "pattern", alpha_pattern={"q_proj": 1}),
+        copy_adapter(written, tmp_path / "invoked", alora_invocation_tokens=[1, 2]),
+        copy_adapter(written, tmp_path / "fewer", {name: None, name.replace("lora_A", "lora_B"): None}),
     ]
-    digests = [read_adapter(each, model).digest for each in (written, *others)]
+    digests = [read_adapter(each, model).digest for each in (written, *changed)]
     assert len(set(digests)) == len(digests)
 
 
@@ -111,7 +113,7 @@ def test_a_layer_that_does_not_fit_is_refused_by_name(
     with pytest.raises(
         InvalidAdapter, match=rf"^adapter_model\.safetensors model\.layers\.0\.self_attn\.q_proj{message}"
     ):
-        read_adapter(changed(written, tmp_path, tensors), model)
+        read_adapter(copy_adapter(written, tmp_path, tensors), model)
 
 
 @pytest.mark.parametrize(
@@ -131,17 +133,17 @@ def test_a_layer_that_does_not_fit_is_refused_by_name(
 def test_other_layers_are_refused_by_name(written: Path, model: Model, tmp_path: Path, name: str, message: str) -> None:
     tensors = {f"{name}.lora_A.weight": torch.zeros(4, 64), f"{name}.lora_B.weight": torch.zeros(64, 4)}
     with pytest.raises(InvalidAdapter, match=rf"^adapter_model\.safetensors {message}"):
-        read_adapter(changed(written, tmp_path, tensors), model)
+        read_adapter(copy_adapter(written, tmp_path, tensors), model)
 
 
 @pytest.mark.parametrize("name", [f"{LAYER}.lora_magnitude_vector", "base_model.model.model.embed_tokens.weight", "x"])
 def test_tensors_of_other_methods_are_refused_by_name(written: Path, model: Model, tmp_path: Path, name: str) -> None:
     with pytest.raises(InvalidAdapter, match=rf"^adapter_model\.safetensors {name}: expected base_model\.model\.LAYER"):
-        read_adapter(changed(written, tmp_path, {name: torch.zeros(4)}), model)
+        read_adapter(copy_adapter(written, tmp_path, {name: torch.zeros(4)}), model)
 
 
 def test_files_that_cannot_be_read_are_refused(written: Path, model: Model, tmp_path: Path) -> None:
-    file = changed(written, tmp_path) / "adapter_model.safetensors"
+    file = copy_adapter(written, tmp_path) / "adapter_model.safetensors"
     with pytest.raises(InvalidAdapter, match=r"^adapter_model\.safetensors: expected at most 100 bytes"):
         read_adapter(tmp_path, model, max_bytes=100)
     for data in (b"", file.read_bytes()[:-1], b"\xff" * 100):

@@ -30,8 +30,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
 
 
 def serve(family: str, has_kernels: bool) -> Adapted:
-    """Serve a model whose linear layers are not packed, as on a GPU."""
-
+    """Serve a model with three adapters, with the kernel for GPUs or with matmuls. As on a GPU, nothing is packed."""
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation=ATTENTION_NAME)
     device = torch.device("cpu")
@@ -53,42 +52,44 @@ def serve(family: str, has_kernels: bool) -> Adapted:
 
 
 def num_bytes(packed: Any) -> int:
-    """Bytes of an adapter as it is laid out."""
+    """Return the number of bytes of an adapter that was packed by the kernel, or for matmuls in float32."""
     if isinstance(packed, PackedWeights):
         return sum(tensor.nbytes for pair in packed.weights.values() for tensor in pair)
-    return sum(4 * each.in_features * each.out_features for a in packed.values() for each in (a.down, a.up))
+    return sum(
+        4 * factor.in_features * factor.out_features for layer in packed.values() for factor in (layer.down, layer.up)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kernel_agrees_with_the_matmuls(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_matmuls = serve(family, has_kernels=False)
+    with_matmuls = serve(family, has_kernels=False)
     interpret_kernels(monkeypatch)
-    by_kernels = serve(family, has_kernels=True)
+    with_kernel = serve(family, has_kernels=True)
     prompts, blocks = [prompt(length, seed=length) for length in (3, 20, 7, 2, 5)], tables(5, num_blocks=2)
     answers = []
-    for served in (by_matmuls, by_kernels):
+    for served in (with_matmuls, with_kernel):
         chunks = [
             served.chunk(number, tokens, 0, len(tokens), table % 64)
             for number, tokens, table in zip((1, 0, 2, 1, 3), prompts, blocks, strict=True)
         ]
         answers.append(served.runner.run(chunks).logits)
     torch.testing.assert_close(*answers, rtol=0, atol=1e-4)
-    for served in (by_matmuls, by_kernels):
-        held = served.model.adapted.adapters
-        assert sum(each.num_bytes for each in served.files) < held.device_bytes
-        laid_out = [held._on_device[each.digest] for each in served.files]
-        assert held.device_bytes == sum(map(num_bytes, laid_out))
-    base = [by_kernels.chunk(0, prompts[0], 0, 3, blocks[0] % 64)]
-    assert (by_kernels.runner.run(base).logits - answers[1][:3]).abs().max() > 0.1
+    for served in (with_matmuls, with_kernel):
+        adapters = served.model.adapted.adapters
+        assert sum(each.num_bytes for each in served.files) < adapters.device_bytes
+        packed = [adapters._on_device[each.digest] for each in served.files]
+        assert adapters.device_bytes == sum(map(num_bytes, packed))
+    base = [with_kernel.chunk(0, prompts[0], 0, 3, blocks[0] % 64)]
+    assert (with_kernel.runner.run(base).logits - answers[1][:3]).abs().max() > 0.1, "the adapter changes the logits"
 
 
 def test_a_rank_that_the_kernel_does_not_support_is_rejected() -> None:
     model = serve("llama", has_kernels=False).model
     kernels = LowRankKernels(torch.device("cpu"), is_exact=True)
     model.adapted = AdaptedLayers(model.module, kernels, max_adapters=4, max_bytes=2**20)
-    for take in (model.try_adapter, model.adapted.adapters.add):
+    for try_or_add in (model.try_adapter, model.adapted.adapters.add):
         with pytest.raises(InvalidAdapter, match="expected a rank of at most 128 on a GPU, got 129"):
-            take(random_adapter(model, "large", 129))
+            try_or_add(random_adapter(model, "large", 129))
 
 
 def test_kernels_that_are_not_batch_invariant_are_rejected_in_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A fake of FlashInfer 0.6.7: its paged prefill, with the wheel's signatures, computed by torch."""
+"""A fake of FlashInfer 0.6.7's paged prefill: the same signatures, computed by torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """Attention as `flashinfer/prefill.py` documents it, for pages by head and a causal mask; all else is refused."""
+    """Attention as `flashinfer/prefill.py` documents it, with layout "HND" and a causal mask; all else is refused."""
 
-    made: list[BatchPrefillWithPagedKVCacheWrapper]  # since `install`
+    made: list[BatchPrefillWithPagedKVCacheWrapper]  # all that were constructed since `install`
 
     def __init__(
         self,
@@ -74,13 +74,15 @@ class BatchPrefillWithPagedKVCacheWrapper:
     ) -> None:
         arrays = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         assert all(array.dtype == torch.int32 and array.dim() == 1 for array in arrays)
-        assert not any(array.is_cuda for array in arrays), "a plan of tensors on the device waits for it"
+        assert not any(array.is_cuda for array in arrays), (
+            "FlashInfer plans on the host, and would wait for tensors on the device"
+        )
         assert len(paged_kv_indices) == paged_kv_indptr[-1]
         assert causal
         assert sm_scale is not None
         assert num_qo_heads % num_kv_heads == 0
-        self.starts, self.page_starts, self.pages, self.last = (array.tolist() for array in arrays)
-        assert all(1 <= last <= page_size for last in self.last)
+        self.starts, self.page_starts, self.pages, self.last_page_lens = (array.tolist() for array in arrays)
+        assert all(1 <= last_page_len <= page_size for last_page_len in self.last_page_lens)
         self.shape = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
         self.dtypes = (q_data_type, kv_data_type)
         self.scale, self.window_left, self.softcap = sm_scale, window_left, logits_soft_cap or 0.0
@@ -112,10 +114,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert out is not None
         assert out.shape == q.shape
         assert out.dtype == q.dtype
-        for request in range(len(self.last)):
+        for request in range(len(self.last_page_lens)):
             rows = slice(self.starts[request], self.starts[request + 1])
             pages = self.pages[self.page_starts[request] : self.page_starts[request + 1]]
-            num_keys = (len(pages) - 1) * page_size + self.last[request]
+            num_keys = (len(pages) - 1) * page_size + self.last_page_lens[request]
             key, value = paged_kv_cache[pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_keys].float()
             out[rows] = self._attend(q[rows].float(), key, value).to(out.dtype)
         return out

@@ -15,12 +15,15 @@ QUERY, KEY = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
 
 
 class Recorder:
+    """A step that records the call, and returns the query plus one."""
+
     def attend(self, call: AttentionCall):
         self.layer, self.scoring, self.query = call.layer, call.scoring, call.query
         return call.query + 1
 
 
 def call(**kwargs: object):
+    """Call the attention function for `LAYER`; `mask` is its attention mask."""
     return _attention_forward(LAYER, QUERY, KEY, KEY, kwargs.pop("mask", None), **kwargs)
 
 
@@ -80,8 +83,8 @@ def test_a_keyword_that_is_none_is_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"mask": torch.ones(1)}, {"dropout": 0.1}, {"is_causal": False}], ids=["mask", "dropout", "not causal"]
+    "options", [{"mask": torch.ones(1)}, {"dropout": 0.1}, {"is_causal": False}], ids=["mask", "dropout", "not causal"]
 )
-def test_masks_dropout_and_non_causal_attention_are_rejected(wrong: dict[str, object]) -> None:
+def test_masks_dropout_and_non_causal_attention_are_rejected(options: dict[str, object]) -> None:
     with pytest.raises(UnsupportedModel, match="expected"):
-        call(radix_step=Recorder(), **wrong)
+        call(radix_step=Recorder(), **options)

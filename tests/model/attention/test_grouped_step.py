@@ -1,4 +1,4 @@
-"""Windowed layers in a separate pool: the same bits, while only the window and one step are kept."""
+"""With windowed layers in a pool of their own, which keeps only parts for the window and a step, no bit changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from radixkv.storage.layer_groups import LayerGroups
 from tests.model.exact.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 
-SIZE = 16
+BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 STEP_TOKENS = 150
 
@@ -38,37 +38,39 @@ def tokens_of(seed: int, count: int) -> bytes:
     return np.random.default_rng(seed).integers(3, VOCAB_SIZE, count).astype("<u4").tobytes()
 
 
-class Divided:
-    """A runner over two pools whose unwritten slots are NaN, and the bookkeeping of the parts."""
+class TwoPools:
+    """A runner over two pools whose unwritten slots are NaN, and the `WindowPool` that allocates the parts."""
 
     def __init__(self, model: Model, kv_dtype: str = "auto") -> None:
         groups = LayerGroups.of(model.windows, model.max_tokens)
         reach = Reach.of_window(groups.window)
-        num_parts = min_parts(reach, SIZE, STEP_TOKENS) + 4
+        num_parts = min_parts(reach, BLOCK_SIZE, STEP_TOKENS) + 4
         shape = model.kv_shape.stored_as(kv_dtype)
-        storage = KVStorage(NUM_BLOCKS, SIZE, shape, model.device, is_by_layer=True, groups=groups, num_parts=num_parts)
+        storage = KVStorage(
+            NUM_BLOCKS, BLOCK_SIZE, shape, model.device, is_by_layer=True, groups=groups, num_parts=num_parts
+        )
         for pool in (*storage.pools, *storage.part_pools):
             pool.blocks.fill_(0xFF)
         self.runner = Runner(model, storage, TorchKernels())
-        self.pool = WindowPool(NUM_BLOCKS, num_parts, SIZE, reach, STEP_TOKENS)
+        self.pool = WindowPool(NUM_BLOCKS, num_parts, BLOCK_SIZE, reach, STEP_TOKENS)
 
     def chunk(
         self,
-        holder: WindowLease,
+        lease: WindowLease,
         tokens: bytes,
         start: int,
         end: int,
         blocks: np.ndarray,
         copy: BlockCopy | None = None,
     ) -> Chunk:
-        cover = holder.cover(blocks, start, end, copy)
+        cover = lease.cover(blocks, start, end, copy)
         return Chunk(tokens, start, end, blocks, copy, True, part_ids=cover.part_ids, part_copy=cover.copy)
 
     def compute(
         self,
         tokens: bytes,
         blocks: np.ndarray,
-        holder: WindowLease,
+        lease: WindowLease,
         start: int = 0,
         copy: BlockCopy | None = None,
         seed: int = 0,
@@ -77,73 +79,75 @@ class Divided:
         rng, logits = random.Random(seed), torch.empty(0)
         while start < len(tokens) // 4:
             end = min(len(tokens) // 4, start + rng.choice((1, 17, 33, STEP_TOKENS)))
-            result = self.runner.run([self.chunk(holder, tokens, start, end, blocks, copy)])
+            result = self.runner.run([self.chunk(lease, tokens, start, end, blocks, copy)])
             assert result.is_finite == [True]
-            holder.settle(end)
+            lease.settle(end)
             logits, start, copy = result.logits[0].clone(), end, None
         return logits
 
 
-def alone(model: Model, tokens: bytes, kv_dtype: str = "auto") -> torch.Tensor:
+def logits_with_one_pool(model: Model, tokens: bytes, kv_dtype: str = "auto") -> torch.Tensor:
     """Compute a prompt at once, with all layers in one pool."""
     shape = model.kv_shape.stored_as(kv_dtype)
-    runner = Runner(model, KVStorage(NUM_BLOCKS, SIZE, shape, model.device, is_by_layer=True), TorchKernels())
-    blocks = np.arange(-(-len(tokens) // 4 // SIZE), dtype=np.int32)
+    runner = Runner(model, KVStorage(NUM_BLOCKS, BLOCK_SIZE, shape, model.device, is_by_layer=True), TorchKernels())
+    blocks = np.arange(-(-len(tokens) // 4 // BLOCK_SIZE), dtype=np.int32)
     return runner.run([Chunk(tokens, 0, len(tokens) // 4, blocks, None, wants_logits=True)]).logits[0].clone()
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "k8v4"])
 def test_no_bit_depends_on_released_parts(model: Model, kv_dtype: str) -> None:
-    divided, tokens = Divided(model, kv_dtype), tokens_of(1, 400)
+    two_pools, tokens = TwoPools(model, kv_dtype), tokens_of(1, 400)
     blocks = np.random.default_rng(2).permutation(NUM_BLOCKS).astype(np.int32)[:25]
-    holder = WindowLease(divided.pool, 0)
-    got = divided.compute(tokens, blocks, holder)
-    assert divided.pool.num_evicted > 0
-    assert torch.equal(got, alone(model, tokens, kv_dtype))
+    lease = WindowLease(two_pools.pool, 0)
+    got = two_pools.compute(tokens, blocks, lease)
+    assert two_pools.pool.num_evicted > 0
+    assert torch.equal(got, logits_with_one_pool(model, tokens, kv_dtype))
 
 
-@pytest.mark.parametrize("cached", [161, 176, 190])
-def test_no_bit_depends_on_a_hit_whose_earlier_parts_are_gone(model: Model, cached: int) -> None:
-    divided, tokens = Divided(model), tokens_of(1, 200)
+@pytest.mark.parametrize("num_cached", [161, 176, 190])
+def test_no_bit_depends_on_a_hit_whose_earlier_parts_are_gone(model: Model, num_cached: int) -> None:
+    two_pools, tokens = TwoPools(model), tokens_of(1, 200)
     blocks = np.arange(20, 33, dtype=np.int32)
-    first = WindowLease(divided.pool, 0)
-    divided.compute(tokens, blocks, first)
+    first = WindowLease(two_pools.pool, 0)
+    two_pools.compute(tokens, blocks, first)
     first.close()
-    window = divided.pool.reach.num_tokens + 1
-    divided.pool.free_parts(blocks[: (cached - window + 1) // SIZE])
-    assert divided.pool.num_reusable_tokens(blocks, cached) == cached
-    holder = WindowLease(divided.pool, 0)
-    holder.pin_hit(blocks[: -(-cached // SIZE)], cached)
-    tokens = tokens[: cached * 4] + tokens_of(3, 100)
-    whole = cached // SIZE
-    own = np.arange(40, 40 + -(-len(tokens) // 4 // SIZE) - whole, dtype=np.int32)
-    copy = BlockCopy(int(blocks[whole]), 40) if cached % SIZE else None
-    got = divided.compute(tokens, np.concatenate((blocks[:whole], own)), holder, cached, copy, seed=5)
-    assert torch.equal(got, alone(model, tokens))
+    window = two_pools.pool.reach.num_tokens + 1
+    two_pools.pool.free_parts(blocks[: (num_cached - window + 1) // BLOCK_SIZE])
+    assert two_pools.pool.num_reusable_tokens(blocks, num_cached) == num_cached
+    lease = WindowLease(two_pools.pool, 0)
+    lease.pin_hit(blocks[: -(-num_cached // BLOCK_SIZE)], num_cached)
+    tokens = tokens[: num_cached * 4] + tokens_of(3, 100)  # four bytes per token
+    num_whole_blocks = num_cached // BLOCK_SIZE
+    own_blocks = np.arange(40, 40 + -(-len(tokens) // 4 // BLOCK_SIZE) - num_whole_blocks, dtype=np.int32)
+    copy = BlockCopy(int(blocks[num_whole_blocks]), 40) if num_cached % BLOCK_SIZE else None
+    got = two_pools.compute(
+        tokens, np.concatenate((blocks[:num_whole_blocks], own_blocks)), lease, num_cached, copy, seed=5
+    )
+    assert torch.equal(got, logits_with_one_pool(model, tokens))
 
 
 def test_requests_of_one_step_do_not_see_each_other(model: Model) -> None:
-    divided = Divided(model)
+    two_pools = TwoPools(model)
     prompts = [tokens_of(7, 190), tokens_of(8, 75)]
     tables = [np.arange(12, dtype=np.int32), np.arange(30, 35, dtype=np.int32)]
-    holders = [WindowLease(divided.pool, 0) for _ in prompts]
+    leases = [WindowLease(two_pools.pool, 0) for _ in prompts]
     logits = {}
     for start in (0, 70, 140):
         running = [i for i, tokens in enumerate(prompts) if start < len(tokens) // 4]
         ends = {i: min(len(prompts[i]) // 4, start + 70) for i in running}
-        chunks = [divided.chunk(holders[i], prompts[i], start, ends[i], tables[i]) for i in running]
-        for i, row in zip(running, divided.runner.run(chunks).logits, strict=True):
+        chunks = [two_pools.chunk(leases[i], prompts[i], start, ends[i], tables[i]) for i in running]
+        for i, row in zip(running, two_pools.runner.run(chunks).logits, strict=True):
             logits[i] = row.clone()
-            holders[i].settle(ends[i])
+            leases[i].settle(ends[i])
     for i, tokens in enumerate(prompts):
-        assert torch.equal(logits[i], alone(model, tokens))
+        assert torch.equal(logits[i], logits_with_one_pool(model, tokens))
 
 
 def test_a_chunk_without_parts_is_a_bug_of_the_caller(model: Model) -> None:
-    divided, tokens = Divided(model), tokens_of(1, 20)
+    two_pools, tokens = TwoPools(model), tokens_of(1, 20)
     blocks = np.arange(2, dtype=np.int32)
     with pytest.raises(InvariantViolation, match="parts: the chunks lack the parts of the storage"):
-        divided.runner.run([Chunk(tokens, 0, 20, blocks, None, wants_logits=True)])
-    plain = Runner(model, KVStorage(4, SIZE, model.kv_shape, model.device), TorchKernels())
+        two_pools.runner.run([Chunk(tokens, 0, 20, blocks, None, wants_logits=True)])
+    plain = Runner(model, KVStorage(4, BLOCK_SIZE, model.kv_shape, model.device), TorchKernels())
     with pytest.raises(InvariantViolation, match="the chunks have parts, the storage has none"):
         plain.run([Chunk(tokens, 0, 20, blocks, None, wants_logits=True, part_ids=blocks)])

@@ -40,12 +40,11 @@ def test_scores_and_values_match_those_of_expanded_keys_and_values(name: str, is
     assert nothing is None
     assert torch.equal(stored, torch.cat((latent, rotated), -1))
     rows, heads = torch.randn(9, NUM_HEADS, key.shape[-1]), part.latent_heads
-    own = torch.einsum("qhd,hkd->hqk", rows, key[0])
-    torch.testing.assert_close(
-        torch.einsum("qhd,kd->hqk", heads.queries(rows), stored[0, 0]), own, atol=1e-4, rtol=1e-5
-    )
-    of_all_heads = stored[0].transpose(0, 1).expand(-1, NUM_HEADS, -1)
-    torch.testing.assert_close(heads.values(of_all_heads), value[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+    expected_scores = torch.einsum("qhd,hkd->hqk", rows, key[0])
+    scores = torch.einsum("qhd,kd->hqk", heads.queries(rows), stored[0, 0])
+    torch.testing.assert_close(scores, expected_scores, atol=1e-4, rtol=1e-5)
+    stored_per_head = stored[0].transpose(0, 1).expand(-1, NUM_HEADS, -1)
+    torch.testing.assert_close(heads.values(stored_per_head), value[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,25 +77,25 @@ def test_a_model_without_latents_stays_as_it_is() -> None:
     assert not hasattr(attention_of(module), "latent_heads")
 
 
-def _with_bias(part: Any) -> None:
+def _add_bias(part: Any) -> None:
     part.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(part.kv_b_proj.out_features))
 
 
-def _scaled(part: Any) -> None:
-    own = part.expand_kv
-    part.expand_kv = lambda latent, rotated: tuple(1.01 * each for each in own(latent, rotated))
+def _scale_expansion(part: Any) -> None:
+    expand_kv = part.expand_kv
+    part.expand_kv = lambda latent, rotated: tuple(1.01 * each for each in expand_kv(latent, rotated))
 
 
-def _choosing(part: Any) -> None:
+def _add_indexer(part: Any) -> None:
     part.indexer = torch.nn.Identity()
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_with_bias, r"DeepseekV3Attention: expected kv_b_proj to compute keys and values from latents, got Linear"),
-        (_scaled, r"DeepseekV3Attention: expected expand_kv to apply only kv_b_proj, got more"),
-        (_choosing, r"DeepseekV3Attention: expected attention to all latents, got an indexer that chooses some"),
+        (_add_bias, r"DeepseekV3Attention: expected kv_b_proj to compute keys and values from latents, got Linear"),
+        (_scale_expansion, r"DeepseekV3Attention: expected expand_kv to apply only kv_b_proj, got more"),
+        (_add_indexer, r"DeepseekV3Attention: expected attention to all latents, got an indexer that chooses some"),
     ],
 )
 def test_latents_with_another_use_are_rejected(change: Callable[[Any], None], reason: str) -> None:
@@ -106,7 +105,7 @@ def test_latents_with_another_use_are_rejected(change: Callable[[Any], None], re
         LatentParts(module, is_exact=False)
 
 
-def test_a_version_of_transformers_that_expands_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_without_expand_kv_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = module_of()
     monkeypatch.delattr(type(attention_of(module)), "expand_kv")
     with pytest.raises(UnsupportedModel, match=r"^DeepseekV3ForCausalLM: expected layers with a method expand_kv"):
@@ -138,6 +137,8 @@ def test_values_are_expanded_from_the_latent_only() -> None:
 
 
 class Recorder:
+    """A step that records the call, and returns the query plus one."""
+
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.key, self.value, self.scoring = call.key, call.value, call.scoring
         return call.query + 1
@@ -149,7 +150,7 @@ def test_a_layer_without_values_stores_its_key_once() -> None:
     out, _ = _attention_forward(layer, query, key, None, None, radix_step=recorder)
     assert torch.equal(recorder.key, key[0].transpose(0, 1))
     assert recorder.value is None
-    assert recorder.scoring.scale == 5**-0.5, "of the model's queries, not of what is stored"
+    assert recorder.scoring.scale == 5**-0.5, "the head dim is that of the model's queries, not of the stored latents"
     assert torch.equal(out[0], HEADS.values(HEADS.queries(query[0].transpose(0, 1)) + 1))
 
 

@@ -1,12 +1,14 @@
 """The C++ kernels compute attention if they support it, with one plan per step; torch computes the rest."""
 
 import ctypes
+from typing import Any
 
 import pytest
 import torch
 
 from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels import reference
+from radixkv.kernels.native.attention_work import AttentionWork
 from radixkv.kernels.native.compiler import NotCompiled
 from radixkv.kernels.native.library import load_library
 from radixkv.kernels.scoring import Scoring
@@ -42,11 +44,14 @@ def test_a_quantized_pool_is_left_to_torch(library: ctypes.CDLL) -> None:
 
 
 def test_a_step_is_planned_once_for_each_window(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[int | None] = []
-    plan = native_kernels.plan_work
-    monkeypatch.setattr(
-        native_kernels, "plan_work", lambda *args, **kwargs: planned.append(kwargs["window"]) or plan(*args, **kwargs)
-    )
+    planned_windows: list[int | None] = []
+    plan_work = native_kernels.plan_work
+
+    def record_and_plan(*args: Any, window: int | None, **options: Any) -> AttentionWork:
+        planned_windows.append(window)
+        return plan_work(*args, window=window, **options)
+
+    monkeypatch.setattr(native_kernels, "plan_work", record_and_plan)
     step, kernels = make_step([100, 0], [5, 70], GQA), NativeKernels(library)
     step.pool.values[:, 1 - LAYER] = 1
     for _ in range(2):
@@ -54,7 +59,7 @@ def test_a_step_is_planned_once_for_each_window(library: ctypes.CDLL, monkeypatc
             for window in (None, 50):
                 for scale in (0.1, 0.2):
                     attend(kernels, step, Scoring(scale, window), layer)
-    assert planned == [None, 50]
+    assert planned_windows == [None, 50]
 
 
 def test_layers_that_differ_in_more_than_their_window_have_separate_plans(library: ctypes.CDLL) -> None:

@@ -19,7 +19,7 @@ SCORING = Scoring(0.25, None, None)
 
 
 def forward_of(*layers: tuple[int, int, torch.dtype, Scoring]) -> Callable[..., object]:
-    """A forward pass whose layers have an index, a width of values, a dtype and a scoring each."""
+    """Make a forward pass that calls attention for each layer: its index, the size of values, dtype and scoring."""
 
     def forward(ids: torch.Tensor, _: torch.Tensor, step: Any, __: torch.Tensor) -> None:
         for layer, value_dim, dtype, scoring in layers:
@@ -63,15 +63,15 @@ def test_layers_that_do_not_fit_are_refused(layers: list[tuple[int, int, torch.d
         probe_attention("Some", forward_of(*layers), CPU, 2)
 
 
-def unlike(ids: torch.Tensor, _: torch.Tensor, step: Any, __: torch.Tensor) -> None:
-    """A forward pass whose second layer has twice the heads, of half the size."""
+def forward_with_different_heads(ids: torch.Tensor, _: torch.Tensor, step: Any, __: torch.Tensor) -> None:
+    """A forward pass of three layers, of which the second has twice the KV heads, of half the size."""
     for layer, (num_heads, head_dim) in enumerate([(2, 16), (4, 8), (2, 16)]):
         key = torch.zeros(len(ids), num_heads, head_dim)
         step.attend(AttentionCall(layer, torch.zeros(len(ids), 4, head_dim), key, key, SCORING))
 
 
 def test_layers_may_have_different_heads() -> None:
-    shape, kinds = probe_attention("Some", unlike, CPU, 3)
+    shape, kinds = probe_attention("Some", forward_with_different_heads, CPU, 3)
     assert shape.heads == (KVHeads(2, 16), KVHeads(4, 8), KVHeads(2, 16))
     assert shape.alike == ((0, 2), (1,))
     assert len(kinds) == 3
@@ -79,15 +79,15 @@ def test_layers_may_have_different_heads() -> None:
 
 def test_layers_with_different_heads_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros, ones, arange = torch.zeros, torch.ones, torch.arange
-    for name, make in (("zeros", zeros), ("ones", ones), ("arange", arange)):  # there is no GPU here
+    for name, make in (("zeros", zeros), ("ones", ones), ("arange", arange)):  # ignore `device`, since there is no GPU
         monkeypatch.setattr(torch, name, lambda *size, device=None, make=make, **rest: make(*size, **rest))
     with pytest.raises(UnsupportedModel, match="Some: layers with K/V of different shapes: expected model"):
-        probe_attention("Some", unlike, torch.device("cuda"), 3)
+        probe_attention("Some", forward_with_different_heads, torch.device("cuda"), 3)
 
 
 def test_layers_with_different_heads_are_refused_next_to_short_convolutions() -> None:
     def forward(ids: torch.Tensor, positions: torch.Tensor, step: Any, rows: torch.Tensor) -> None:
-        unlike(ids, positions, step, rows)
+        forward_with_different_heads(ids, positions, step, rows)
         step.convolve(0, torch.zeros(2, 4), torch.zeros(1), None)
 
     with pytest.raises(UnsupportedModel, match="expected one K/V shape in a model with short convolutions"):

@@ -32,7 +32,7 @@ from tests.model.exact.exact_cases import MODELS
 def test_a_whole_model_on_triton_kernels_agrees_with_eager_attention(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gemma2 alternates layers with and without a window, and Laguna numbers of query heads: a step has more plans."""
+    """Gemma2 alternates layers with and without a window, and Laguna the query heads, so a step has several plans."""
     if not torch.cuda.is_available():
         interpret_kernels(monkeypatch)
     directory = write_checkpoint({**MODELS, "laguna": LAGUNA}[family], tmp_path)
@@ -44,13 +44,14 @@ def test_a_whole_model_on_triton_kernels_agrees_with_eager_attention(
     second[:21] = third[:21] = first[:21]
     table = np.random.default_rng(2).permutation(16).astype(np.int32)
     runner.run([Chunk(first.tobytes(), 0, 30, table[:4], None, wants_logits=False)])
-    shares = [np.concatenate([table[:1], own]) for own in (table[4:7], table[7:10])]
-    copies = [BlockCopy(int(table[1]), int(share[1])) for share in shares]
+    # The other prompts share 21 tokens: one block, and 5 slots of another block, which is copied.
+    sharing_tables = [np.concatenate([table[:1], own]) for own in (table[4:7], table[7:10])]
+    copies = [BlockCopy(int(table[1]), int(sharing_table[1])) for sharing_table in sharing_tables]
     step = runner.run(
         [
             Chunk(first.tobytes(), 30, 50, table[:4], None, wants_logits=True),
-            Chunk(second.tobytes(), 21, 50, shares[0], copies[0], wants_logits=True),
-            Chunk(third.tobytes(), 21, 50, shares[1], copies[1], wants_logits=True),
+            Chunk(second.tobytes(), 21, 50, sharing_tables[0], copies[0], wants_logits=True),
+            Chunk(third.tobytes(), 21, 50, sharing_tables[1], copies[1], wants_logits=True),
         ]
     )
     assert step.is_finite == [True, True, True]
@@ -78,17 +79,17 @@ def test_in_exact_mode_no_bit_depends_on_what_was_cached_or_on_the_batch(
     storage.pool.blocks.fill_(0xFF)
     runner = Runner(model, storage, TritonKernels(is_exact=True))
     mine, other = (np.random.default_rng(seed).integers(0, VOCAB_SIZE, 60).astype("<u4").tobytes() for seed in (0, 1))
-    cold, warm, others = (np.arange(start, start + 4, dtype=np.int32) for start in (0, 4, 8))
+    cold, warm, other_table = (np.arange(start, start + 4, dtype=np.int32) for start in (0, 4, 8))
     at_once = runner.run([Chunk(mine, 0, 60, cold, None, wants_logits=True)]).logits[0]
     runner.run([Chunk(mine, 0, 23, warm, None, wants_logits=False)])
     runner.run([Chunk(mine, 23, 24, warm, None, wants_logits=False)])
-    in_parts = runner.run(
+    chunked = runner.run(
         [
-            Chunk(other, 0, 41, others, None, wants_logits=True),
+            Chunk(other, 0, 41, other_table, None, wants_logits=True),
             Chunk(mine, 24, 60, warm, None, wants_logits=True),
         ]
     ).logits[1]
-    assert torch.equal(at_once, in_parts)
+    assert torch.equal(at_once, chunked)
     kv = storage.pool.values.view(torch.uint8)
     assert torch.equal(kv[:3], kv[4:7])
     assert torch.equal(kv[3, ..., :12, :], kv[7, ..., :12, :])
@@ -108,8 +109,10 @@ def test_in_exact_mode_tiles_and_splits_do_not_depend_on_the_batch(monkeypatch: 
         query = torch.zeros(query_len, 4, 16, dtype=torch.bfloat16)
         kernels.paged_attention(query, pool, 0, batch, Scoring(1.0))
     assert {plan.tile_rows for plan in plans} == {128}
-    last_tiles = [plan.work[plan.work[:, 4] == plan.work[:, 4].max()].sort(dim=0).values for plan in plans]
-    assert [tile[:, 5:7].tolist() for tile in last_tiles] == 3 * [[[0, 2048], [2048, 4096], [4096, 5000]]]
+    for plan in plans:
+        first_row = plan.work[:, 4]
+        keys_of_last_tile = plan.work[first_row == first_row.max(), 5:7]  # first and end key of each split
+        assert keys_of_last_tile.sort(dim=0).values.tolist() == [[0, 2048], [2048, 4096], [4096, 5000]]
 
 
 def test_layers_share_a_plan_if_they_have_as_many_query_heads_and_the_same_window(
@@ -131,7 +134,7 @@ def test_layers_share_a_plan_if_they_have_as_many_query_heads_and_the_same_windo
 def test_warps_specialize_if_tiles_have_enough_rows(
     is_exact: bool, expected: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In exact mode that is everywhere, so that the batch does not decide it."""
+    """In exact mode, tiles always have enough rows, so warps specialize in any batch."""
     chosen = []
 
     def attend(*inputs: object, is_specialized: bool, **options: object) -> None:
@@ -164,19 +167,25 @@ def test_a_whole_model_agrees_with_and_without_dequantizing_first(
         storage.pool.blocks.fill_(0xFF)
         runner = Runner(model, storage, TritonKernels(is_exact=False, dequantizes_first=dequantizes_first))
         runner.run([Chunk(prompts[0].tobytes(), 0, 40, tables[0], None, wants_logits=False)])
-        rest = ((prompts[0], 40, tables[0]), (prompts[1], 32, tables[1]))
-        chunks = [Chunk(tokens.tobytes(), start, 60, table, None, wants_logits=True) for tokens, start, table in rest]
+        suffixes = ((prompts[0], 40, tables[0]), (prompts[1], 32, tables[1]))
+        chunks = [
+            Chunk(tokens.tobytes(), start, 60, table, None, wants_logits=True) for tokens, start, table in suffixes
+        ]
         step = runner.run(chunks)
         assert step.is_finite == [True, True]
         answers.append(step.logits)
-    in_the_loop, first = answers
-    assert 0 < (first - in_the_loop).norm() / in_the_loop.norm() < 0.02
+    dequantized_in_attention, dequantized_first = answers
+    difference = (dequantized_first - dequantized_in_attention).norm() / dequantized_in_attention.norm()
+    assert 0 < difference < 0.02
 
 
-def pools_attended(
+def attended_dtypes(
     kernels: TritonKernels, query_lens: list[int], monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...]
 ) -> list[torch.dtype]:
-    """Return the pools that attention reads in a step of two layers, by window, after 8,192 shared tokens."""
+    """Return the dtypes of the pools that attention reads: for each window, in two layers.
+
+    The requests share a prefix of 8,192 tokens.
+    """
     pools: list[KVPool] = []
 
     def attend(query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, *_: object, **__: object) -> None:
@@ -209,33 +218,33 @@ def pools_attended(
         ("always", [1, 1], torch.bfloat16),
     ],
 )
-def test_blocks_are_dequantized_first_where_that_is_faster(
+def test_blocks_are_dequantized_first_as_configured(
     dequantizes_first: Any, query_lens: list[int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = TritonKernels(is_exact=False, dequantizes_first=dequantizes_first)
-    assert pools_attended(kernels, query_lens, monkeypatch, windows=(None,)) == 2 * [expected]
+    assert attended_dtypes(kernels, query_lens, monkeypatch, windows=(None,)) == 2 * [expected]
 
 
 def test_dequantization_is_planned_once_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = []
+    planned_windows = []
 
     def plan(*inputs: object, window: int | None, **options: Any) -> object:
-        plans.append(window)
+        planned_windows.append(window)
         return plan_dequantize(*inputs, window=window, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr("radixkv.model.attention.triton_kernels.plan_dequantize", plan)
     kernels = TritonKernels(is_exact=False, dequantizes_first="if faster")
-    dtypes = pools_attended(kernels, [2048], monkeypatch, windows=(None, 100))
+    dtypes = attended_dtypes(kernels, [2048], monkeypatch, windows=(None, 100))
     assert dtypes == 2 * [torch.bfloat16] + 2 * [torch.int8]
-    assert plans == [None, 100]
+    assert planned_windows == [None, 100]
 
 
 def test_blocks_are_dequantized_first_only_if_that_is_faster_and_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = TritonKernels(is_exact=False, is_specialized=True, dequantizes_first="always").for_service()
-    assert pools_attended(tried, [2048], monkeypatch, windows=(None,)) == 2 * [torch.bfloat16]
-    assert pools_attended(tried, [1], monkeypatch, windows=(None,)) == 2 * [torch.int8]
+    assert attended_dtypes(tried, [2048], monkeypatch, windows=(None,)) == 2 * [torch.bfloat16]
+    assert attended_dtypes(tried, [1], monkeypatch, windows=(None,)) == 2 * [torch.int8]
     untried = TritonKernels(is_exact=False, has_idle_work=True).for_service()
-    assert pools_attended(untried, [2048], monkeypatch, windows=(None,)) == 2 * [torch.int8]
+    assert attended_dtypes(untried, [2048], monkeypatch, windows=(None,)) == 2 * [torch.int8]
     assert not untried._has_idle_work
 
 

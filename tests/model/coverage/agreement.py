@@ -20,8 +20,15 @@ BLOCK_SIZE = 16
 _NUM_BLOCKS = 40
 _NUM_TOKENS = 100
 _ENDS = (1, 7, 33, 34, 64, 99, _NUM_TOKENS)
-_SHARED = 37  # tokens that the second prompt has in common with the first: two blocks and a part of a third
-_KEPT = (_SHARED // BLOCK_SIZE * BLOCK_SIZE, _SHARED + 1, 3 * BLOCK_SIZE, _NUM_TOKENS - 1)  # where states are kept
+# Tokens that the second prompt has in common with the first: two blocks and a part of a third.
+_SHARED_TOKENS = 37
+# Positions at which the recurrent states are kept, since later chunks begin there.
+_STATE_POSITIONS = (
+    _SHARED_TOKENS // BLOCK_SIZE * BLOCK_SIZE,
+    _SHARED_TOKENS + 1,
+    3 * BLOCK_SIZE,
+    _NUM_TOKENS - 1,
+)
 
 
 class Agreement:
@@ -41,13 +48,13 @@ class Agreement:
         self._oracle = load_eager(directory)
         rng = np.random.default_rng(0)
         self._first = rng.integers(0, VOCAB_SIZE, _NUM_TOKENS).astype("<u4")
-        self._second = np.concatenate([self._first[:_SHARED], rng.integers(0, VOCAB_SIZE, 50).astype("<u4")])
+        self._second = np.concatenate([self._first[:_SHARED_TOKENS], rng.integers(0, VOCAB_SIZE, 50).astype("<u4")])
         self._expected = {id(tokens): self._eager(tokens) for tokens in (self._first, self._second)}
         self._free = iter(rng.permutation(_NUM_BLOCKS).astype(np.int32))
         self._answer: torch.Tensor | None = None  # of the whole first prompt, computed at once
 
     def require(self) -> None:
-        """Compute two prompts cold, warm, from the middle of a block, in chunks and in one batch.
+        """Compute two prompts cold, warm, with a hit that ends inside a block, in chunks and in one batch.
 
         Raises:
             AssertionError: an answer is not transformers', or depends on the cache in exact mode.
@@ -55,15 +62,15 @@ class Agreement:
         num_blocks = -(-_NUM_TOKENS // BLOCK_SIZE)
         cold = self._blocks(num_blocks)
         self._compare("cold", [(self._first, 0, _NUM_TOKENS, cold, None)])
-        warm = np.concatenate([cold[: 3 * BLOCK_SIZE // BLOCK_SIZE], self._blocks(num_blocks - 3)])
+        warm = np.concatenate([cold[:3], self._blocks(num_blocks - 3)])
         self._compare("warm", [(self._first, 3 * BLOCK_SIZE, _NUM_TOKENS, warm, None)])
-        whole = _SHARED // BLOCK_SIZE
-        inside = np.concatenate([cold[:whole], self._blocks(-(-self._second.size // BLOCK_SIZE) - whole)])
+        num_whole = _SHARED_TOKENS // BLOCK_SIZE
+        inside = np.concatenate([cold[:num_whole], self._blocks(-(-self._second.size // BLOCK_SIZE) - num_whole)])
         if self._runner.states is None:
-            copy = BlockCopy(int(cold[whole]), int(inside[whole]))
-            self._compare("mid-block", [(self._second, _SHARED, self._second.size, inside, copy)])
-        else:  # states are kept at the ends of blocks
-            start = whole * BLOCK_SIZE
+            copy = BlockCopy(int(cold[num_whole]), int(inside[num_whole]))
+            self._compare("mid-block", [(self._second, _SHARED_TOKENS, self._second.size, inside, copy)])
+        else:  # a hit in a model with states ends at a block boundary
+            start = num_whole * BLOCK_SIZE
             self._slots[id(self._second), start] = self._slots[id(self._first), start]
             self._compare("after two blocks", [(self._second, start, self._second.size, inside, None)])
         chunked = self._blocks(num_blocks)
@@ -74,7 +81,7 @@ class Agreement:
             [
                 (self._first, _NUM_TOKENS - 1, _NUM_TOKENS, chunked, None),
                 (self._second, 0, 5, self._blocks(1), None),
-                (self._second, _SHARED + 1, self._second.size, inside, None),
+                (self._second, _SHARED_TOKENS + 1, self._second.size, inside, None),
             ],
         )
 
@@ -87,17 +94,22 @@ class Agreement:
         return np.array([next(self._free) for _ in range(count)], dtype=np.int32)
 
     def _state(self, tokens: np.ndarray, start: int, end: int) -> ChunkState | None:
-        """Continue from the state at `start`, if the model keeps any, and keep the states that later parts need."""
+        """Continue from the state at `start`, and keep those that later chunks continue from. None without states."""
         if self._runner.states is None:
             return None
-        kept = sorted({end, *(position for position in _KEPT if start < position < end)})
+        positions = sorted({end, *(position for position in _STATE_POSITIONS if start < position < end)})
         source = self._slots[id(tokens), start] if start else None
-        for position in kept:
+        for position in positions:
             self._slots.setdefault((id(tokens), position), len(self._slots))
-        return ChunkState(source, [(position, self._slots[id(tokens), position]) for position in kept])
+        return ChunkState(source, [(position, self._slots[id(tokens), position]) for position in positions])
 
     def _compare(self, way: str, parts: Sequence[tuple[np.ndarray, int, int, np.ndarray, BlockCopy | None]]) -> None:
-        """Compute parts of prompts in one step: each is its tokens, where it starts and ends, its blocks and a copy."""
+        """Compute parts of prompts in one step, and compare the logits after each with transformers'.
+
+        Args:
+            way: how the prompts are computed, for error messages.
+            parts: the tokens of a prompt, the start and the end of the part, its blocks, and a block to copy first.
+        """
         chunks = [
             Chunk(
                 tokens.tobytes(), start, end, blocks[: -(-end // BLOCK_SIZE)], copy, wants_logits=True,

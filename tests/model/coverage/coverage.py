@@ -55,7 +55,7 @@ def cover(model_type: str, directory: Path) -> Coverage:
             Agreement(model, directory).require()
     except UnsupportedModel as error:
         return Coverage(model_type, engines, "", str(error))
-    return Coverage(model_type, engines, _described(model), None)
+    return Coverage(model_type, engines, _describe_attention(model), None)
 
 
 def engines_of(model_type: str) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ def engines_of(model_type: str) -> tuple[str, ...]:
     return tuple(name for name, served in (("vLLM", VLLM), ("SGLang", SGLANG)) if architecture in served)
 
 
-def _described(model: Model) -> str:
+def _describe_attention(model: Model) -> str:
     kinds = model.attention_kinds
     words = [
         ("full", any(kind.window is None for kind in kinds)),

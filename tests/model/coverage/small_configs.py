@@ -60,8 +60,8 @@ SGLANG = frozenset(
 
 NUM_LAYERS = 3
 
-# Set wherever a configuration has such a key.
-_ANYWHERE: dict[str, Any] = {
+# Values for all model types whose configuration has such a key.
+_COMMON_VALUES: dict[str, Any] = {
     **SHAPE,
     "init_std": 0.2,
     "head_dim": 16,
@@ -92,7 +92,7 @@ _ANYWHERE: dict[str, Any] = {
 # Latent attention: all heads read one latent, and `head_dim` is that of the rotated part.
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}
 
-_OF_A_TYPE: dict[str, dict[str, Any]] = {
+_VALUES_BY_TYPE: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
@@ -141,7 +141,7 @@ _OF_A_TYPE: dict[str, dict[str, Any]] = {
 
 
 def covered_types() -> list[str]:
-    """List the causal model types of transformers that vLLM or SGLang serve, of those that take nothing but text."""
+    """List the text-only causal model types of transformers that vLLM or SGLang serves."""
     return sorted(
         model_type
         for model_type, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
@@ -157,8 +157,8 @@ def small_config(model_type: str) -> PretrainedConfig:
     default = config_class()
     own_names = config_class.attribute_map
     keys = set(default.to_dict()) | set(own_names)
-    chosen = {own_names.get(key, key): value for key, value in _ANYWHERE.items() if key in keys}
+    values = {own_names.get(key, key): value for key, value in _COMMON_VALUES.items() if key in keys}
     kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or ()))
     if len(kinds) > 1 and "layer_types" in keys:
-        chosen["layer_types"] = [kinds[layer % len(kinds)] for layer in range(NUM_LAYERS)]
-    return config_class(**chosen | _OF_A_TYPE.get(model_type, {}))
+        values["layer_types"] = [kinds[layer % len(kinds)] for layer in range(NUM_LAYERS)]
+    return config_class(**values | _VALUES_BY_TYPE.get(model_type, {}))

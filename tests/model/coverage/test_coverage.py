@@ -24,20 +24,22 @@ ROOT = Path(__file__).parents[3]
 PAGE = FILE.read_text(encoding="utf-8")
 LINES = {match[1]: match[0] for match in re.finditer(r"^\| `(\w+)` \|.*$", PAGE, re.MULTILINE)}
 
-# One for each kind: softcap, learned positions, experts called by functions of torch, heads that are rotated in part,
-# layers that pass no keywords on, routers whose weight is read, layers that share K/V, layers without positions,
-# latents rotated as complex numbers, latents of two attentions a layer, states, K/V of two shapes, narrow values.
+# One model type for each feature, in this order: softcap, learned positions, experts called by functions of torch,
+# heads that are rotated in part, layers that pass no keywords on, routers whose weight is read, layers that share K/V,
+# layers without positions, latents rotated as complex numbers, two latent attentions per layer, recurrent states, K/V
+# of two shapes, values narrower than keys.
 SERVED = [
     *("gemma2", "gpt2", "dbrx", "glm4_moe", "nemotron", "hunyuan_v1_moe", "gemma3n_text", "cohere2"),
     *("deepseek_v2", "longcat_flash", "lfm2", "gemma4_text", "mimo_v2_flash"),
 ]
 REFUSED = ["bloom", "deepseek_v32", "hrm_text", "llama4_text", "mamba2"]
 
-# Types whose cosines and sines are float32 in any dtype, among them one that rotates pairs; and llama, whose are not.
-HALF = ["olmo", "olmo2", "olmo3", "flex_olmo", "ernie4_5", "llama"]
+# Types whose cosines and sines are float32 in any dtype, among them one that rotates pairs; and llama, whose cosines
+# and sines have the model's dtype.
+HALF_PRECISION_TYPES = ["olmo", "olmo2", "olmo3", "flex_olmo", "ernie4_5", "llama"]
 
 needs_the_version_of_the_page = pytest.mark.skipif(
-    f"transformers {version()} " not in PAGE, reason=f"docs/MODELS.md is not of transformers {version()}"
+    f"transformers {version()} " not in PAGE, reason=f"docs/MODELS.md was not generated with transformers {version()}"
 )
 
 
@@ -57,7 +59,7 @@ def test_the_rest_of_the_page_agrees_with_trials(model_type: str, tmp_path: Path
 
 @pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("model_type", HALF)
+@pytest.mark.parametrize("model_type", HALF_PRECISION_TYPES)
 @pytest.mark.parametrize("is_native", [True, False], ids=["C++", "torch"])
 def test_half_precision_is_served(
     model_type: str, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_native: bool

@@ -28,7 +28,7 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "initializer_range": 0.2,  # wide: with the usual 0.02 a wrong attention would hardly move the logits
+    "initializer_range": 0.2,  # with the usual 0.02, wrong attention would hardly change the logits
 }
 
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -40,7 +40,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "phi3": Phi3Config(**SHAPE, pad_token_id=0),
 }
 
-# Layers with other numbers of query heads, under the same window, too.
+# Layers with different numbers of query heads, among them two without a window.
 LAGUNA = LagunaConfig(
     **SHAPE,
     head_dim=16,

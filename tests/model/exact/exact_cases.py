@@ -3,9 +3,8 @@
     python -m tests.model.exact.exact_cases --cases 10000 --dtype float32 --kv-dtype int8
     OMP_NUM_THREADS=1 python -m tests.model.exact.exact_cases --cases 18000 --tiers host --leaving-share 1 --jobs 2
 
-Each case computes a prompt alone and without the cache, then through the cache: a part of it cached, in chunks of
-another size, with other requests in the batch, after evictions. Logits and the K/V of all tokens are compared bit for
-bit.
+Each case computes a prompt twice: alone and without the cache, and then with a part of it cached, in chunks of another
+size, with other requests in the batch, after evictions. Logits and the K/V of all tokens are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -120,18 +119,23 @@ MODELS: dict[str, PretrainedConfig] = {
         eos_token_id=1,
     ),
 }
-# The warp-specialized attention of a GPU needs blocks of 64 tokens and heads of more than 32 numbers.
+# The warp-specialized attention of a GPU needs blocks of 64 tokens, and a head dim above 32.
 GPU_BLOCK_SIZE = 64
 GPU_HEAD_DIMS = (64, 128)
 WITHOUT_TIERS = ("lfm2",)  # its states are not stored, so the service refuses it
-ON_CPU_ONLY = ("deepseek_v2", "deepseek_v3", "lfm2", "gemma4_text")  # a GPU has no kernels for what they store yet
+ON_CPU_ONLY = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "lfm2",
+    "gemma4_text",
+)  # there are no GPU kernels for their latents, states, or K/V of two shapes yet
 NUM_BLOCKS = 240
 HOST_BLOCKS = 40
 MAX_RUNNING = 8
 _STORE_PATIENCE_S = 60.0
-MAX_TOKENS = 900  # beyond the first unit of attention
-USUAL_TOKENS = 420  # beyond the first part
-MOST_STEP_TOKENS = 1000
+MAX_TOKENS = 900  # more than the first unit of 512 keys, see `kernels/cpu/attention_plan.py`
+USUAL_TOKENS = 420  # more than the first part of 256 keys
+MAX_STEP_TOKENS = 1000
 LEAVING_SHARE = 0.3
 
 
@@ -163,13 +167,13 @@ class Cases:
         directory: a checkpoint.
         dtype, exactness, device, weights: see `ModelConfig`.
         kv_dtype: see `CacheConfig`.
-        seed: of everything random.
-        num_adapters: adapters that requests may have. The device has room for all but one.
-        places: the locations of stores for evicted blocks; host memory has room for some of them.
-        is_divided: whether windowed layers have a pool of their own, for little more than a step.
+        seed: seed of all random choices.
+        num_adapters: adapters that requests may use. The device has room for all but one.
+        places: the locations of stores for evicted blocks; host memory has room for some of these blocks.
+        is_divided: whether windowed layers have a pool of their own, with parts for little more than a step.
         leaving_share: the share of cases before which all cached blocks are evicted to the stores.
         has_gpu_shapes: whether blocks have the size that the attention kernels of a GPU are made for.
-        usual_tokens: maximum number of tokens of most prompts, at least 60; below the default, of all prompts.
+        usual_tokens: maximum tokens of most prompts, at least 60. Some prompts are longer if it is the default.
     """
 
     def __init__(
@@ -199,8 +203,8 @@ class Cases:
         self.model = load_model(config)
         self.adapters = [""] + [self._load_adapter(number) for number in range(num_adapters)]
         if self.model.adapted is not None:
-            held = self.model.adapted.adapters
-            held.max_bytes = sum(held._sizes.values()) - 1
+            adapters = self.model.adapted.adapters
+            adapters.max_bytes = sum(adapters._sizes.values()) - 1
         kv_shape = self.model.kv_shape.stored_as(kv_dtype)
         kernels = choose_attention_kernels(self.model, kv_shape, self.block_size, try_attention_here)
         is_by_layer = kernels.wants_pool_by_layer and self.random.random() < 0.8
@@ -208,7 +212,7 @@ class Cases:
         if is_divided:
             groups = LayerGroups.of(self.model.windows, self.model.max_tokens)
             reach = Reach.of_window(groups.window)
-            num_parts = min_parts(reach, self.block_size, MOST_STEP_TOKENS) + 4 * reach.max_parts(
+            num_parts = min_parts(reach, self.block_size, MAX_STEP_TOKENS) + 4 * reach.max_parts(
                 MAX_TOKENS, self.block_size
             )
         storage = KVStorage(
@@ -230,7 +234,7 @@ class Cases:
         if self.runner.states is not None:
             self.runner.states.states[:num_state_slots] = float("nan")
         tiers = (places or Places({})).config(HOST_BLOCKS, 4 * NUM_BLOCKS, storage.block_bytes + storage.part_bytes)
-        windows = windows_of(storage, MOST_STEP_TOKENS)
+        windows = windows_of(storage, MAX_STEP_TOKENS)
         part_of = windows.pools[-1].part_of if windows.pools else None
         stores = open_stores(tiers, self.runner, InvocationMarks(), part_of=part_of)
         for pool in (*storage.pools, *storage.part_pools):
@@ -242,7 +246,7 @@ class Cases:
         self.counts: Counter[str] = Counter()
 
     def _load_adapter(self, number: int) -> str:
-        """Load a random adapter, the first one of few layers. Returns its digest."""
+        """Load a random adapter, the first one for half of the layers only. Returns its digest."""
         assert self.model.adapted is not None
         files = random_adapter(self.model, f"adapter {number}", 3 + 4 * number, number, share=1.0 if number else 0.5)
         self.model.try_adapter(files)
@@ -251,9 +255,9 @@ class Cases:
 
     def run(self) -> str:
         """Run one case. Returns how the answers differ; empty if they are equal."""
-        prompt, adapter = self._prompt(), self._adapter()
+        prompt, adapter = self._prompt(), self._choose_adapter()
         if self.random.random() < 0.3:
-            prompt = self._turn_after(prompt, adapter)
+            prompt = self._generate_turn(prompt, adapter)
         cold = self._ask([(prompt, "alone", False, adapter)])
         assert cold is not None
         if self.random.random() < 0.2:
@@ -263,7 +267,7 @@ class Cases:
             self.offload._saver.flush()
             self.offload._saver.wait(_STORE_PATIENCE_S)
         tenants = self.random.choices(("mine", "others"), k=self.random.randint(0, 3))
-        mates = [(self._prompt(), tenant, True, self._adapter()) for tenant in tenants]
+        mates = [(self._prompt(), tenant, True, self._choose_adapter()) for tenant in tenants]
         warm = self._ask([*mates, (prompt, "mine", True, adapter)])
         self.counts["cases"] += 1
         self.counts["adapters"] += bool(adapter)
@@ -287,17 +291,25 @@ class Cases:
         self.counts["different"] += bool(difference)
         return f"{difference}: {usage}, {len(mates)} mates" if difference else ""
 
-    def _adapter(self) -> str:
+    def _choose_adapter(self) -> str:
         return self.random.choice(self.adapters) if len(self.adapters) > 1 else ""
 
-    def _turn_after(self, prompt: list[int], adapter: str) -> list[int]:
-        """Generate after a prompt, with other requests. Returns the next turn, whose K/V come from decode steps."""
+    def _generate_turn(self, prompt: list[int], adapter: str) -> list[int]:
+        """Generate an answer to a prompt, together with other requests.
+
+        Returns:
+            The prompt of the next turn, of which the K/V of the answer were computed by decode steps. The unchanged
+            prompt if there was no room.
+        """
         count = self.random.choice((2, self.random.randint(2, 40)))
         prompt = prompt[: self.usual_tokens - count - 2]
         core = self._core(self.random.choice((33, 200)))
         mates = [self._prompt()[: self.usual_tokens - 40] for _ in range(self.random.randint(0, 3))]
-        owners = [adapter, *(self._adapter() for _ in mates)]
-        futures = [self._generate(core, *each, count, "mine") for each in zip((prompt, *mates), owners, strict=True)]
+        adapters = [adapter, *(self._choose_adapter() for _ in mates)]
+        futures = [
+            self._generate(core, ids, each_adapter, count, "mine")
+            for ids, each_adapter in zip((prompt, *mates), adapters, strict=True)
+        ]
         self._finish(core, futures)
         if futures[0].exception(0) is not None:
             return prompt  # no room
@@ -310,7 +322,7 @@ class Cases:
         return EngineCore.build(self.runner, self.cache, config, offload=self.offload)
 
     def _finish(self, core: EngineCore, futures: Sequence[Future[Any]]) -> None:
-        """Run all requests, also those that wait for stores."""
+        """Run all requests to their ends, also those that wait for stores."""
         while not all(future.done() for future in futures):
             core.step()
             if not core.has_work:
@@ -327,8 +339,12 @@ class Cases:
         return future
 
     def _ask(self, requests: list[tuple[list[int], str, bool, str]]) -> Answer | None:
-        """Run requests together. Returns the last one's answer; None if there was no room for it."""
-        core = self._core(self.random.choice((33, 64, 200, MOST_STEP_TOKENS)))
+        """Run requests together. Returns the last one's answer; None if there was no room for it.
+
+        Args:
+            requests: the tokens, the tenant, whether the request reads and writes the cache, and the adapter of each.
+        """
+        core = self._core(self.random.choice((33, 64, 200, MAX_STEP_TOKENS)))
         futures = [self._submit(core, *request, holds=request is requests[-1]) for request in requests]
         self._finish(core, futures)
         try:
@@ -342,24 +358,28 @@ class Cases:
         return Answer(result, kv, blocks)
 
     def _lacks_a_part(self, block_ids: npt.NDArray[np.int32]) -> bool:
-        """Whether the part of one of these blocks was released."""
-        return any(bool((books.table[block_ids] == NO_PART).any()) for books in self.cache.windows.pools)
+        """Return whether the part of any of these blocks was released."""
+        return any(bool((pool.table[block_ids] == NO_PART).any()) for pool in self.cache.windows.pools)
 
     def _stored(self, block_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Copy the bytes that the pools hold of a sequence, `[num_tokens, num_layers, n]`: 0 where none is needed."""
+        """Copy the stored bytes of a sequence, `[num_tokens, num_layers, n]`.
+
+        In windowed layers with a pool of their own, the tokens that the next token does not need are 0.
+        """
         storage = self.runner.storage
-        whole = self._bytes_of(storage.pools, block_ids, num_tokens)
+        full_layers = self._bytes_of(storage.pools, block_ids, num_tokens)
         if not storage.part_pools:
-            return whole
-        (books,) = self.cache.windows.pools
-        first = books.reach.first_token(num_tokens)
-        start = first // self.block_size
-        part_ids = torch.from_numpy(books.table[block_ids[start:].numpy()]).long()
-        assert (part_ids >= 0).all(), "what the next token needs is kept"
-        kept = self._bytes_of(storage.part_pools, part_ids, num_tokens - start * self.block_size)
-        kept[: first - start * self.block_size] = 0
-        before = kept.new_zeros(start * self.block_size, *kept.shape[1:])
-        return _side_by_side([torch.cat((before, kept)), whole])
+            return full_layers
+        (window_pool,) = self.cache.windows.pools
+        first_token = window_pool.reach.first_token(num_tokens)
+        first_block = first_token // self.block_size
+        skipped_tokens = first_block * self.block_size
+        part_ids = torch.from_numpy(window_pool.table[block_ids[first_block:].numpy()]).long()
+        assert (part_ids >= 0).all(), "the parts that the next token needs are kept"
+        kept = self._bytes_of(storage.part_pools, part_ids, num_tokens - skipped_tokens)
+        kept[: first_token - skipped_tokens] = 0
+        zeros = kept.new_zeros(skipped_tokens, *kept.shape[1:])
+        return _side_by_side([torch.cat((zeros, kept)), full_layers])
 
     def _bytes_of(self, pools: Sequence[KVPool], block_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
         block_ids, by_pool = block_ids.to(self.model.device), []
@@ -384,12 +404,13 @@ class Cases:
         """Make a prompt: nearly always the beginning of a stem, then new tokens."""
         stem = self.random.choice(self.stems)
         is_long = self.random.random() < 0.2 and self.usual_tokens == USUAL_TOKENS
-        most = MAX_TOKENS if is_long else self.usual_tokens
-        shared = stem[: self.random.randint(most // 2 if is_long else 1, most - 2)]
+        max_tokens = MAX_TOKENS if is_long else self.usual_tokens
+        min_shared_tokens = max_tokens // 2 if is_long else 1
+        shared = stem[: self.random.randint(min_shared_tokens, max_tokens - 2)]
         own = self._fresh(self.random.choice((2, self.random.randint(1, 60), self.random.randint(3, 200))))
         if self.random.random() < 0.01:
             self.stems[self.random.randrange(len(self.stems))] = self._fresh(MAX_TOKENS)
-        return shared + own[: most - len(shared)]
+        return shared + own[: max_tokens - len(shared)]
 
     def _fresh(self, count: int) -> list[int]:
         return [self.random.randrange(VOCAB_SIZE) for _ in range(count)]
@@ -413,7 +434,7 @@ def run_cases(
     usual_tokens: int = USUAL_TOKENS,
 ) -> tuple[Counter[str], str]:
     """Run cases of one model. Returns the counted events and the first difference."""
-    first = ""
+    first_difference = ""
     with tempfile.TemporaryDirectory() as folder, open_places(stores) as places:
         config = MODELS[model]
         if has_gpu_shapes:
@@ -436,14 +457,15 @@ def run_cases(
         )
         for index in range(num_cases):
             difference = cases.run()
-            first = first or (difference and f"{model}, {kv_dtype}, seed {seed}, case {index}: {difference}")
+            if difference and not first_difference:
+                first_difference = f"{model}, {kv_dtype}, seed {seed}, case {index}: {difference}"
         if cases.offload is not None:
             cases.offload.close()
-    return cases.counts, first
+    return cases.counts, first_difference
 
 
 def with_head_dim(config: PretrainedConfig, head_dim: int) -> PretrainedConfig:
-    """Return a copy of a model's configuration with heads of this many numbers."""
+    """Return a copy of a model's configuration with this head dim."""
     config = copy.deepcopy(config)
     if isinstance(config, GPT2Config):
         config.n_embd = config.n_head * head_dim
@@ -453,9 +475,9 @@ def with_head_dim(config: PretrainedConfig, head_dim: int) -> PretrainedConfig:
 
 
 def models_for(device: str, tiers: Sequence[str] = ()) -> list[str]:
-    """Names of the models that the service does not refuse on a device, with these tiers."""
-    left_out = {*(ON_CPU_ONLY if device == "cuda" else ()), *(WITHOUT_TIERS if tiers else ())}
-    return [model for model in MODELS if model not in left_out]
+    """Return the names of the models that the service does not refuse on a device, with these tiers."""
+    refused = {*(ON_CPU_ONLY if device == "cuda" else ()), *(WITHOUT_TIERS if tiers else ())}
+    return [model for model in MODELS if model not in refused]
 
 
 def _models(options: argparse.Namespace) -> list[str]:
@@ -463,16 +485,16 @@ def _models(options: argparse.Namespace) -> list[str]:
 
 
 def _side_by_side(stored: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the layers of pools; those of fewer bytes are padded with zeros."""
+    """Concatenate the layers of pools; layers with fewer bytes per token are padded with zeros."""
     num_bytes = max(each.shape[2] for each in stored)
     return torch.cat([functional.pad(each, (0, num_bytes - each.shape[2])) for each in stored], dim=1)
 
 
 def _try_model(options: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Run a model's cases. Returns them as the benchmarks write rows."""
+    """Run a model's cases. Returns a row of results, as benchmarks write them."""
     index, start_s = list(MODELS).index(model), time.perf_counter()
     try:
-        met, difference = run_cases(
+        counts, difference = run_cases(
             model,
             options.dtype,
             options.exactness,
@@ -489,15 +511,15 @@ def _try_model(options: argparse.Namespace, model: str) -> dict[str, Any]:
         )
     except Exception as raised:  # noqa: BLE001 - the other models are tried
         traceback.print_exc()
-        met, difference = Counter(different=1, cases=1), f"{type(raised).__name__}: {raised}"
+        counts, difference = Counter(different=1, cases=1), f"{type(raised).__name__}: {raised}"
     return {
         "model": model,
-        "passed": met["cases"] - met["different"],
-        "failed": met["different"],
+        "passed": counts["cases"] - counts["different"],
+        "failed": counts["different"],
         "seconds": time.perf_counter() - start_s,
-        "is_right": options.exactness == "fast" or not met["different"],
+        "is_right": options.exactness == "fast" or not counts["different"],
         "first_difference": difference or None,
-        "met": dict(met),
+        "met": dict(counts),
     }
 
 

@@ -1,4 +1,4 @@
-"""Places for the stores of exact cases: folders, and servers on loopback."""
+"""Starts the stores for evicted blocks in exact cases: folders, and servers on loopback."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MOONCAKE_BYTES = 512 << 20
 
 
 class Places:
-    """Places of stores. Servers run until the end of `open_places`.
+    """Where stores are. Their servers run until the end of `open_places`.
 
     Args:
-        places: by store; a folder, a URL, an address.
+        places: the folder, URL or address of each store.
     """
 
     def __init__(self, places: dict[str, str]) -> None:
@@ -42,7 +42,7 @@ class Places:
 
 @contextlib.contextmanager
 def open_places(stores: Sequence[str]) -> Iterator[Places]:
-    """Make folders, and start servers."""
+    """Make a folder, and start the servers of these stores."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         places = dict.fromkeys(stores, folder)
         if "redis" in stores:

@@ -42,7 +42,8 @@ MODELS = {
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
 }
 NORMS = {"input_layernorm", "post_attention_layernorm"}
-KNOWN = {
+# Parts of the first layer that are replaced, "" for the layer itself.
+REPLACED_PARTS = {
     "llama": {"", "self_attn", "mlp"} | NORMS,
     "qwen2": {"", "self_attn", "mlp"} | NORMS,
     "qwen3": {"", "self_attn", "mlp", "self_attn.q_norm", "self_attn.k_norm"} | NORMS,
@@ -52,21 +53,21 @@ KNOWN = {
 }
 
 
-class Keep:
-    """A step whose attention output is the reversed query. Records its calls."""
+class RecordingStep:
+    """A step that records its calls. The attention output is the query, with each head reversed."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[int, Scoring]] = []
+        self.layers_and_scorings: list[tuple[int, Scoring]] = []
         self.tensors: list[torch.Tensor] = []
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        self.heard.append((call.layer, call.scoring))
+        self.layers_and_scorings.append((call.layer, call.scoring))
         self.tensors += [call.query, call.key, call.value]
         return call.query.flip(-1)
 
 
 def make(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A random model, the same each time, whose norms have weights of their own."""
+    """Make a random model, the same each time, with random weights in its norms, too."""
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(MODELS[family], attn_implementation=ATTENTION_NAME, dtype=dtype).eval()
     for parameter in module.parameters():
@@ -76,11 +77,12 @@ def make(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def replaced(module: nn.Module) -> set[str]:
+    """Return the names of the parts of a model that are replaced by fused ones."""
     return {name for name, part in module.named_modules() if "forward" in vars(part)}
 
 
-def answer(model: Model, num_tokens: int) -> tuple[torch.Tensor, Keep]:
-    step = Keep()
+def answer(model: Model, num_tokens: int) -> tuple[torch.Tensor, RecordingStep]:
+    step = RecordingStep()
     ids = (torch.arange(num_tokens) * 7 + 3) % VOCAB_SIZE
     logits, _ = model.forward(ids, torch.arange(num_tokens) + 3, step, torch.arange(num_tokens))
     return logits, step
@@ -88,7 +90,7 @@ def answer(model: Model, num_tokens: int) -> tuple[torch.Tensor, Keep]:
 
 @pytest.fixture(params=["C++", "torch"])
 def between_matmuls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms, rotations and gates in C++, or by torch."""
+    """Let norms, rotations and gates be computed in C++, or by torch."""
     if request.param == "torch":
         monkeypatch.setattr("radixkv.model.model.native_library", lambda: None)
     elif native_library() is None:
@@ -106,11 +108,12 @@ def test_a_single_row_is_padded_unless_all_its_operations_are_batch_invariant(
     monkeypatch.setattr("radixkv.model.layers.gemm_tuner.gemm_backends", lambda _: (backend,))
     model = Model(family, make(family), CPU, is_exact=True)
     num_rows: list[int] = []
-    model.module.get_input_embeddings().register_forward_hook(lambda *call: num_rows.append(call[2].shape[1]))
-    (alone, _), (among, _) = answer(model, 1), answer(model, 19)
-    assert torch.equal(alone[0], among[0])
-    is_alone = backend == "native" and family in ("llama", "qwen2", "qwen3") and "[C++-" in request.node.name
-    assert num_rows == ([1, 19] if is_alone else [2, 24])
+    embedding = model.module.get_input_embeddings()
+    embedding.register_forward_hook(lambda _, __, output: num_rows.append(output.shape[1]))
+    (alone, _), (among_others, _) = answer(model, 1), answer(model, 19)
+    assert torch.equal(alone[0], among_others[0])
+    is_batch_invariant = backend == "native" and family in ("llama", "qwen2", "qwen3") and "[C++-" in request.node.name
+    assert num_rows == ([1, 19] if is_batch_invariant else [2, 24]), "19 rows are padded to 24"
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
@@ -119,20 +122,20 @@ def test_a_single_row_is_padded_unless_all_its_operations_are_batch_invariant(
 def test_answers_match_the_original_model(family: str, *, is_exact: bool) -> None:
     model = Model(family, make(family), CPU, is_exact=is_exact)
     prefix = "model.layers.0"
-    found = {name for name in replaced(model.module) if name.startswith(prefix)}
-    assert {name.removeprefix(prefix).removeprefix(".") for name in found} == KNOWN[family]
+    replaced_in_layer = {name for name in replaced(model.module) if name.startswith(prefix)}
+    assert {name.removeprefix(prefix).removeprefix(".") for name in replaced_in_layer} == REPLACED_PARTS[family]
     assert "model.norm" in replaced(model.module)
-    written = Model(family, make(family), CPU, is_exact=False, is_fused=False)
-    assert replaced(written.module) == set()
+    original = Model(family, make(family), CPU, is_exact=False, is_fused=False)
+    assert replaced(original.module) == set()
     for num_tokens in (1, 2, 19, 70):
         got, step = answer(model, num_tokens)
-        expected, expected_step = answer(written, num_tokens)
-        assert step.heard == expected_step.heard
+        expected, expected_step = answer(original, num_tokens)
+        assert step.layers_and_scorings == expected_step.layers_and_scorings
         assert (got - expected).abs().max() <= 1e-4
         assert expected.std() > 0.01
-        for one, other in zip(step.tensors, expected_step.tensors, strict=True):
-            assert one.shape == other.shape
-            assert (one - other).abs().max() <= 1e-4
+        for tensor, expected_tensor in zip(step.tensors, expected_step.tensors, strict=True):
+            assert tensor.shape == expected_tensor.shape
+            assert (tensor - expected_tensor).abs().max() <= 1e-4
 
 
 @pytest.mark.sampled(one_in=2)
@@ -146,9 +149,9 @@ def test_half_precision_passes_the_checks(family: str, dtype: torch.dtype) -> No
 
 
 def swap_class(part: nn.Module, forward: Callable[..., Any]) -> None:
-    """Give a part another class, which computes something else."""
-    own = type(part)
-    part.__class__ = type(f"Odd{own.__name__}", (own,), {"forward": forward})
+    """Give a part a class derived from its own, whose `forward` computes something else."""
+    own_class = type(part)
+    part.__class__ = type(f"Odd{own_class.__name__}", (own_class,), {"forward": forward})
 
 
 def scaled(self: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -156,7 +159,7 @@ def scaled(self: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_attention(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    self.scaling = self.head_dim**-0.5 * (1.0 if kwargs["radix_step"].__class__ is Keep else 0.5)
+    self.scaling = self.head_dim**-0.5 * (1.0 if kwargs["radix_step"].__class__ is RecordingStep else 0.5)
     output, weights = super(type(self), self).forward(*args, **kwargs)
     return 1.01 * output, weights
 
@@ -227,7 +230,7 @@ def test_the_oracle_runs_as_transformers_wrote_it(monkeypatch: pytest.MonkeyPatc
         unfused, _ = answer(model, 9)
     assert replaced(model.module) == names
     torch.testing.assert_close(answer(model, 9)[0], unfused, rtol=1e-5, atol=1e-5)
-    assert not torch.equal(answer(model, 9)[0], unfused), "it did not run otherwise"
+    assert not torch.equal(answer(model, 9)[0], unfused), "fused and original parts differ in the last bits"
     assert cpu_layers.FusedCpuLayers(make("llama"), is_exact=True).names == tuple(
         name for name, _ in make("llama").named_modules() if name.endswith("norm")
-    ), "without packed layers only norms are known"
+    ), "only norms are replaced if linear layers are not packed"

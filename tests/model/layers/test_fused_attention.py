@@ -23,7 +23,7 @@ ATTENTION = FusedAttention(0, nn.Identity(), 2, 1, 8, (), rotate_heads, nn.Ident
 
 @pytest.fixture(params=["C++", "torch"], autouse=True)
 def between_matmuls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms, rotations and gates in C++, or by torch; matmuls by torch."""
+    """Let norms, rotations and gates be computed in C++, or by torch; matmuls always by torch."""
     monkeypatch.setattr("radixkv.model.layers.gemm_tuner.gemm_backends", lambda _: ("plain",))
     if request.param == "torch":
         monkeypatch.setattr("radixkv.model.model.native_library", lambda: None)
@@ -32,20 +32,20 @@ def between_matmuls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tokens of each attention in few calls."""
-    called: list[int] = []
-    own = FusedAttention.__call__
+def fused_row_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each call of a fused attention."""
+    row_counts: list[int] = []
+    fused_call = FusedAttention.__call__
 
-    def counted(self: FusedAttention, rows: torch.Tensor, *args: Any) -> torch.Tensor:
-        called.append(rows.shape[1])
-        return own(self, rows, *args)
+    def record_and_call(self: FusedAttention, rows: torch.Tensor, *args: Any) -> torch.Tensor:
+        row_counts.append(rows.shape[1])
+        return fused_call(self, rows, *args)
 
-    monkeypatch.setattr(FusedAttention, "__call__", counted)
-    return called
+    monkeypatch.setattr(FusedAttention, "__call__", record_and_call)
+    return row_counts
 
 
-def test_rope_is_applied_as_it_was_checked() -> None:
+def test_only_cosines_and_sines_like_those_of_the_trial_are_accepted() -> None:
     rows, angles = torch.zeros(1, 3, 16).bfloat16(), torch.zeros(1, 3, 8).bfloat16()
     assert ATTENTION.accepts(rows, (angles, angles))
     for other in (angles.float(), angles.half(), angles[..., :4], angles[:, :2], angles.mT.contiguous().mT):
@@ -54,13 +54,14 @@ def test_rope_is_applied_as_it_was_checked() -> None:
 
 
 def half_olmo() -> PreTrainedModel:
-    """A model whose cosines and sines are float32."""
+    """Make a model in bfloat16 whose cosines and sines are float32."""
     torch.manual_seed(0)
     config = small_config("olmo")
     return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16).eval()
 
 
 def strided_llama() -> PreTrainedModel:
+    """Make a model whose cosines and sines are not contiguous."""
     module = make("llama")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -73,16 +74,16 @@ def strided_llama() -> PreTrainedModel:
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("make_odd", [half_olmo, strided_llama])
 def test_other_rope_variants_are_left_to_the_module(
-    make_odd: Callable[[], PreTrainedModel], sizes: list[int], *, is_exact: bool
+    make_odd: Callable[[], PreTrainedModel], fused_row_counts: list[int], *, is_exact: bool
 ) -> None:
     model = Model("odd", make_odd(), CPU, is_exact=is_exact)
     assert "model.layers.0.self_attn" in replaced(model.module)
-    sizes.clear()
+    fused_row_counts.clear()
     got, step = answer(model, 19)
-    assert sizes == []
+    assert fused_row_counts == []
     expected, expected_step = answer(Model("odd", make_odd(), CPU, is_exact=is_exact, is_fused=False), 19)
     tolerance = 0.05 if got.dtype == torch.bfloat16 else 1e-4
-    for one, other in zip((got, *step.tensors), (expected, *expected_step.tensors), strict=True):
-        assert (one.float() - other.float()).norm() <= tolerance * other.float().norm()
+    for tensor, expected_tensor in zip((got, *step.tensors), (expected, *expected_step.tensors), strict=True):
+        assert (tensor.float() - expected_tensor.float()).norm() <= tolerance * expected_tensor.float().norm()
     if is_exact:
         assert torch.equal(answer(model, 1)[0][0], got[0])

@@ -19,7 +19,7 @@ WEIGHT = torch.empty(8, 16)
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes that were tried. A trial finds the same each time."""
+    """The shapes of all trials. A fake of `choose_gemm` makes the same choice in each."""
     tried: list[tuple[int, ...]] = []
 
     def choose(weight: torch.Tensor, *_: object, is_exact: bool, **__: object) -> GemmChoice:
@@ -57,7 +57,9 @@ def test_the_log_announces_trials_before_the_first_one(
     ]
 
 
-def test_shapes_share_a_budget_and_get_what_others_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_share_a_budget_and_get_the_time_that_others_did_not_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits_s: list[float] = []
     now_s = [0.0]
 
@@ -70,15 +72,16 @@ def test_shapes_share_a_budget_and_get_what_others_left(tmp_path: Path, monkeypa
     monkeypatch.setattr(Stopwatch, "here", lambda: Stopwatch(lambda: now_s[0]))
     reports: list[str] = []
     budget = TrialBudget(4.0, reports.append)
-    one, two = (GemmTuner(is_exact=is_exact, directory=tmp_path, budget=budget) for is_exact in (True, False))
-    one.choose(torch.empty(64, 8), None, ("native",), share=0.5)
-    two.choose(torch.empty(16, 8), None, ("native",), share=0.25)
-    one.choose(torch.empty(24, 8), None, ("native",), share=0.0)
+    first, second = (GemmTuner(is_exact=is_exact, directory=tmp_path, budget=budget) for is_exact in (True, False))
+    first.choose(torch.empty(64, 8), None, ("native",), share=0.5)
+    second.choose(torch.empty(16, 8), None, ("native",), share=0.25)
+    first.choose(torch.empty(24, 8), None, ("native",), share=0.0)
+    # Each trial takes 0.5 s. So the second one gets the 1.5 s that the first did not use, and 0.25 * 4 s.
     assert limits_s == [2.0, 2.5, 2.0]
     for _ in range(5):
         budget.spend(0.5)
-    one.choose(torch.empty(32, 8), None, ("native",), share=0.125)
-    assert limits_s[3] == 0.5, "what took longer than was granted is not taken from other shapes"
+    first.choose(torch.empty(32, 8), None, ("native",), share=0.125)
+    assert limits_s[3] == 0.5, "a trial that exceeds its limit does not shorten those of other shapes"
     assert reports[0] == "trying matmuls with 64 by 8 weights in float32"
 
 
@@ -128,10 +131,10 @@ def test_a_change_that_affects_the_summation_order_leads_to_a_new_trial(
 
 
 def test_choices_of_older_sources_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = _machine_digest.__wrapped__()
-    assert _machine_digest.__wrapped__() == before
+    digest = _machine_digest.__wrapped__()
+    assert _machine_digest.__wrapped__() == digest
     monkeypatch.setattr("radixkv.kernels.native.compiler.sources", lambda: ["of another version"])
-    assert _machine_digest.__wrapped__() != before
+    assert _machine_digest.__wrapped__() != digest
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "\x00" * 10, "[" * 100_000, " " * 2**21])
@@ -154,7 +157,7 @@ def test_an_unreadable_file_is_replaced(
         7,
         {},
         {"backend": "nonsense", "costs": [[2, 1e-6]]},
-        {"backend": "plain", "costs": []},  # in exact mode some number of rows must agree
+        {"backend": "plain", "costs": []},  # in exact mode, at least one row count has a cost
         {"backend": "plain", "costs": [[3, 1e-6]]},
         {"backend": "plain", "costs": [[2, -1.0]]},
         {"backend": "plain", "costs": [[2, "x"]]},
@@ -162,7 +165,7 @@ def test_an_unreadable_file_is_replaced(
         {"backend": "plain", "costs": [[2, 10**400]]},
         {"backend": "plain", "costs": [[math.inf, 1e-6]]},
         {"backend": ["plain"], "costs": 3},
-        {"backend": "native", "costs": [[2, 1e-6]]},  # its rows are alike for any number
+        {"backend": "native", "costs": [[2, 1e-6]]},  # a batch-invariant backend has no costs
     ],
 )
 def test_an_entry_that_we_did_not_write_is_tried_again(

@@ -34,7 +34,7 @@ from tests.kernels.gpu.interpreter import interpret_kernels
 from tests.model.exact.checkpoints import SHAPE, VOCAB_SIZE
 from tests.model.layers.test_cpu_layers import replaced, scaled, swap_class, with_less_residual
 
-# Two layers: a row in the interpreter takes a millisecond.
+# Only two layers, since each row takes a millisecond in Triton's interpreter.
 SMALL = {**SHAPE, "num_hidden_layers": 2, "sliding_window": 8}
 MODELS = {
     "llama": LlamaConfig(**SHAPE | {"num_hidden_layers": 2}),
@@ -51,7 +51,7 @@ HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
 
 # Parts of the first layer that are replaced, "" for the layer itself. Gemma gates with GELU, and normalizes the outputs
 # of attention and MLP before it adds them; Phi3 has one matmul for gate and up, and dropout before the residual sum.
-KNOWN = {
+REPLACED_PARTS = {
     "llama": {"", "mlp"} | NORMS,
     "qwen3": {"", "mlp"} | NORMS | HEAD_NORMS,
     "gemma2": NORMS | OUTER_NORMS,
@@ -70,7 +70,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 def make(family: str, dtype: torch.dtype = torch.float32, attention: str = ATTENTION_NAME) -> PreTrainedModel:
-    """A random model, the same each time, whose norms have weights of their own."""
+    """Make a random model, the same each time, with random weights in its norms, too."""
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(MODELS[family], attn_implementation=attention, dtype=dtype).eval()
     for parameter in module.parameters():
@@ -89,7 +89,7 @@ def test_answers_match_transformers(family: str, device: torch.device) -> None:
     model = fused(make(family), device)
     prefix = "model.layers.0"
     found = {name for name in replaced(model.module) if name.startswith(prefix)}
-    assert {name.removeprefix(prefix).removeprefix(".") for name in found} == KNOWN[family]
+    assert {name.removeprefix(prefix).removeprefix(".") for name in found} == REPLACED_PARTS[family]
     assert "model.norm" in replaced(model.module)
     runner = Runner(model, KVStorage(2, 16, model.kv_shape, device), TorchKernels())
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 20).astype("<u4")
@@ -143,17 +143,17 @@ def test_exact_mode_refuses_a_kernel_whose_rows_depend_on_the_batch(
 ) -> None:
     swiglu = gpu_layers.swiglu
 
-    def by_batch(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def swiglu_by_row_count(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return swiglu(gate, up) * (1 + gate.shape[1] * 1e-7)
 
-    monkeypatch.setattr(gpu_layers, "swiglu", by_batch)
+    monkeypatch.setattr(gpu_layers, "swiglu", swiglu_by_row_count)
     assert "model.layers.0.mlp" in FusedGpuLayers(make("llama").to(device), is_exact=False).names
     with caplog.at_level(logging.INFO):
         assert "model.layers.0.mlp" not in FusedGpuLayers(make("llama").to(device), is_exact=True).names
     assert caplog.messages == ["LlamaMLP is not replaced: its results are not batch-invariant"]
 
 
-class _Launches(TorchDispatchMode):
+class _LaunchCounter(TorchDispatchMode):
     """Counts the operations that launch a kernel on a GPU; views launch none."""
 
     def __init__(self) -> None:
@@ -166,15 +166,15 @@ class _Launches(TorchDispatchMode):
 
 
 class _CountedStep:
-    """A step whose attention is four launches: writing K/V, packing the queries, attending, and merging splits."""
+    """A step whose attention launches nothing; `launches_per_layer` adds its launches."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         return torch.empty(call.query.shape, dtype=call.query.dtype)
 
 
 def launches_per_layer(monkeypatch: pytest.MonkeyPatch, *, max_adapters: int = 0, **options: bool) -> int:
-    """Count the launches of a layer: those of a model of two layers less those of a model of one."""
-    counter = _Launches()
+    """Return the launches of a layer: the difference between models of two layers and of one, plus attention's."""
+    counter = _LaunchCounter()
 
     def one_launch(kernel: Callable[..., Any]) -> Callable[..., Any]:
         def launch(*inputs: Any) -> Any:
@@ -196,7 +196,8 @@ def launches_per_layer(monkeypatch: pytest.MonkeyPatch, *, max_adapters: int = 0
         with counter:
             model.forward(rows, rows, _CountedStep(), rows[:1])
         counts.append(counter.count)
-    return counts[1] - counts[0] + 4
+    attention_launches = 4  # write K/V, pack the queries, attend, and merge the splits
+    return counts[1] - counts[0] + attention_launches
 
 
 def test_a_layer_takes_22_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +259,7 @@ def test_a_part_with_different_results_is_left_alone(
     swap_class(part, forward)
     with caplog.at_level(logging.INFO):
         found = FusedGpuLayers(module, is_exact=False)
-    known = {"norm", "layers.0", *(f"layers.0.{part}" for part in KNOWN["llama"] - {""})}
+    known = {"norm", "layers.0", *(f"layers.0.{part}" for part in REPLACED_PARTS["llama"] - {""})}
     assert set(found.names) == replaced(module) == {f"model.{part}" for part in known - {name}}
     assert caplog.messages == [f"{type(part).__name__} is not replaced: {reason}"]
 

@@ -32,8 +32,8 @@ def built(name: str) -> PreTrainedModel:
     return module.eval().requires_grad_(False)
 
 
-class Given(GemmTuner):
-    """Always the same backend."""
+class FixedBackendTuner(GemmTuner):
+    """Chooses a given backend for every weight; None finds no backend that is batch-invariant."""
 
     def __init__(self, backend: str | None, *, is_exact: bool) -> None:
         super().__init__(is_exact=is_exact)
@@ -51,7 +51,7 @@ def test_a_packed_model_gives_the_same_answers(name: str, backend: str, *, is_ex
     ids = torch.arange(37)[None]
     with torch.inference_mode():
         expected = module(ids).logits
-        pack_linears(module, Given(backend, is_exact=is_exact))
+        pack_linears(module, FixedBackendTuner(backend, is_exact=is_exact))
         got = module(ids).logits
     assert sum(isinstance(part, (PackedLinear, PackedSlice)) for part in module.modules()) >= 9
     assert not any(type(part) is nn.Linear for part in module.modules())
@@ -62,7 +62,7 @@ def test_a_packed_model_gives_the_same_answers(name: str, backend: str, *, is_ex
 def test_a_packed_weight_is_not_stored_twice(backend: str) -> None:
     module = built("llama")
     weights = {name: weakref.ref(weight) for name, weight in module.named_parameters() if "proj.weight" in name}
-    pack_linears(module, Given(backend, is_exact=False))
+    pack_linears(module, FixedBackendTuner(backend, is_exact=False))
     gc.collect()
     assert len(weights) == 14
     assert [name for name, weight in weights.items() if weight() is not None] == []
@@ -72,7 +72,7 @@ def test_a_packed_weight_is_not_stored_twice(backend: str) -> None:
 def test_layers_without_a_batch_invariant_backend_are_not_packed() -> None:
     module = built("llama")
     before = copy.deepcopy(module)
-    pack_linears(module, Given(None, is_exact=True))
+    pack_linears(module, FixedBackendTuner(None, is_exact=True))
     assert [type(part) for part in module.modules()] == [type(part) for part in before.modules()]
 
 
@@ -83,7 +83,7 @@ def test_hooks_and_layers_of_other_libraries_are_left_alone() -> None:
     module = built("llama")
     module.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
     module.model.layers[0].mlp.gate_proj = Other(32, 48, bias=False)
-    pack_linears(module, Given("blocked", is_exact=False))
+    pack_linears(module, FixedBackendTuner("blocked", is_exact=False))
     assert type(module.model.layers[0].mlp.up_proj) is nn.Linear
     assert type(module.model.layers[0].mlp.gate_proj) is Other
     assert type(module.model.layers[0].mlp.down_proj) is PackedLinear
@@ -94,11 +94,11 @@ def test_leading_dimensions_are_preserved(shape: tuple[int, ...]) -> None:
     weight = torch.randn(8, 16)
     rows = torch.randn(shape)
     for costs in ((), ((2, 1e-6),)):
-        product = Matmul([weight], None, GemmChoice("plain", costs))
-        torch.testing.assert_close(product(rows), rows @ weight.t())
+        matmul = Matmul([weight], None, GemmChoice("plain", costs))
+        torch.testing.assert_close(matmul(rows), rows @ weight.t())
 
 
-def test_a_misplaced_weight_is_moved() -> None:
+def test_an_unaligned_weight_is_copied_to_an_aligned_address() -> None:
     weight = torch.randn(8 * 16 + 3)[3:].view(8, 16)
     assert GEMM_BACKENDS["plain"].pack(weight).data_ptr() % 64 == 0
     torch.testing.assert_close(GEMM_BACKENDS["plain"].pack(weight), weight)
@@ -112,12 +112,17 @@ def test_layers_with_the_same_input_are_merged(monkeypatch: pytest.MonkeyPatch, 
         mlp.gate_proj.bias, mlp.up_proj.bias = (nn.Parameter(torch.randn(48), requires_grad=False) for _ in range(2))
     rows = torch.randn(1, 5, 32)
     expected = [mlp.gate_proj(rows), mlp.up_proj(rows)]
-    pack_linears(module, Given("blocked", is_exact=False))
-    calls: list[int] = []
-    product = Matmul.__call__
-    monkeypatch.setattr(Matmul, "__call__", lambda self, rows: calls.append(self.out_features) or product(self, rows))
+    pack_linears(module, FixedBackendTuner("blocked", is_exact=False))
+    out_features: list[int] = []  # of each matmul
+    matmul_call = Matmul.__call__
+
+    def record_and_call(self: Matmul, rows: torch.Tensor) -> torch.Tensor:
+        out_features.append(self.out_features)
+        return matmul_call(self, rows)
+
+    monkeypatch.setattr(Matmul, "__call__", record_and_call)
     torch.testing.assert_close([mlp.gate_proj(rows), mlp.up_proj(rows)], expected)
-    assert calls == [96]
+    assert out_features == [96], "one matmul computes both layers of 48 features"
     torch.testing.assert_close(mlp.up_proj(rows), expected[1])
     torch.testing.assert_close(mlp.gate_proj(rows + 0), expected[0])
     torch.testing.assert_close(mlp.gate_proj(2 * rows) - expected[0], mlp.gate_proj(rows) - mlp.gate_proj(0 * rows))
@@ -127,15 +132,15 @@ def test_layers_with_the_same_input_are_merged(monkeypatch: pytest.MonkeyPatch, 
 def test_layers_with_and_without_bias_are_not_merged() -> None:
     module = built("llama")
     module.model.layers[0].mlp.up_proj.bias = nn.Parameter(torch.ones(48), requires_grad=False)
-    pack_linears(module, Given("blocked", is_exact=False))
+    pack_linears(module, FixedBackendTuner("blocked", is_exact=False))
     assert type(module.model.layers[0].mlp.up_proj) is PackedLinear
     assert type(module.model.layers[1].mlp.up_proj) is PackedSlice
 
 
 def test_a_shape_gets_the_share_of_the_weights_that_have_it() -> None:
-    shares: dict[tuple[object, ...], float] = {}
+    shares: dict[tuple[object, ...], float] = {}  # by shape, and whether there is no bias
 
-    class Watched(Given):
+    class RecordingTuner(FixedBackendTuner):
         def choose(
             self, weight: torch.Tensor, bias: torch.Tensor | None, *_: object, share: float, **__: object
         ) -> GemmChoice | None:
@@ -143,11 +148,11 @@ def test_a_shape_gets_the_share_of_the_weights_that_have_it() -> None:
             return super().choose()
 
     module = built("llama")
-    numbers = {name: part.weight.numel() for name, part in module.named_modules() if isinstance(part, nn.Linear)}
-    total = sum(numbers.values())
+    sizes = {name: part.weight.numel() for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    total = sum(sizes.values())
     head = module.get_output_embeddings().weight
-    pack_linears(module, Watched("plain", is_exact=False))
+    pack_linears(module, RecordingTuner("plain", is_exact=False))
     assert shares[(*head.shape, True)] == head.numel() / total
-    joined = sum(number for name, number in numbers.items() if name.endswith(("q_proj", "k_proj", "v_proj")))
-    assert joined / total in shares.values()
+    merged = sum(size for name, size in sizes.items() if name.endswith(("q_proj", "k_proj", "v_proj")))
+    assert merged / total in shares.values()
     assert sum(shares.values()) == pytest.approx(1.0)

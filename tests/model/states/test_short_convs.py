@@ -26,7 +26,7 @@ def module_of(name: str = "lfm2") -> PreTrainedModel:
 
 @pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe"])
 def test_answers_are_those_of_eager_attention_whatever_is_kept(model_type: str, tmp_path: Path) -> None:
-    """Cold, from kept states, in chunks and in a batch; in exact mode with the same bits."""
+    """`cover` computes prompts cold, from kept states, in chunks and in a batch, in exact mode with the same bits."""
     assert cover(model_type, tmp_path).refusal is None
 
 
@@ -38,7 +38,7 @@ def test_short_convolutions_are_refused_on_a_gpu() -> None:
         check_architecture(Lfm2ForCausalLM, config, torch.device("cuda"))
 
 
-def test_layers_that_attend_are_counted_by_themselves() -> None:
+def test_layers_with_attention_and_with_convolutions_are_numbered_separately() -> None:
     module = module_of()
     convs = ShortConvs(module)
     assert convs.shape is not None
@@ -57,7 +57,7 @@ def test_a_model_without_short_convolutions_stays_as_it_is() -> None:
 def test_original_layers_compute_as_transformers_wrote_it() -> None:
     module, rows = module_of(), torch.randn(1, 9, 64)
     part: Any = module.model.layers[0].conv
-    own = part(rows)
+    expected = part(rows)
     convs = ShortConvs(module)
     part.running_pass = RunningPass()
     with pytest.raises(
@@ -65,11 +65,11 @@ def test_original_layers_compute_as_transformers_wrote_it() -> None:
     ):
         part(rows)
     with convs.originals():
-        assert torch.equal(part(rows), own)
+        assert torch.equal(part(rows), expected)
     assert convs.shape is not None
     pool = StatePool(0, convs.shape, torch.device("cpu"))
     with part.running_pass.with_step(StateStep(pool, StateRows.build([0, 9], [0], [], 2))):
-        torch.testing.assert_close(part(rows), own)
+        torch.testing.assert_close(part(rows), expected)
 
 
 @pytest.mark.parametrize("change", ["activation", "dilation", "in_proj", "bias"])
