@@ -65,28 +65,42 @@ VOCAB_SIZE = 300
 )
 def test_a_wrong_field_is_refused_by_name(fields: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{message}"):
-        Sampling(**fields).validate(2000 if "at most" in message and "stop" in message else VOCAB_SIZE)
+        Sampling(**fields).validate(VOCAB_SIZE)
 
 
-def test_bounds_are_allowed() -> None:
-    for sampling in (Sampling(1, 0.0, 1.0, 0), Sampling(1, 1e9, 1e-9, 2**64 - 1, frozenset({0, VOCAB_SIZE - 1}))):
+def test_the_bounds_of_each_range_are_valid() -> None:
+    for sampling in (
+        Sampling(max_new_tokens=1, temperature=0.0, top_p=1.0, seed=0),
+        Sampling(temperature=1e9, top_p=1e-9, seed=2**64 - 1, stop_token_ids=frozenset({0, VOCAB_SIZE - 1})),
+        Sampling(
+            top_k=10**9,
+            min_p=1.0,
+            repetition_penalty=1e-6,
+            presence_penalty=-2.0,
+            frequency_penalty=2.0,
+            min_tokens=16,
+            logit_bias=((0, -100.0), (VOCAB_SIZE - 1, 100.0)),
+        ),
+    ):
         sampling.validate(VOCAB_SIZE)
-        assert sampling.max_new_tokens == 1
-    bounds = Sampling(
-        top_k=10**9, min_p=1.0, repetition_penalty=1e-6, presence_penalty=-2.0, frequency_penalty=2.0, min_tokens=16,
-        logit_bias=((0, -100.0), (VOCAB_SIZE - 1, 100.0)),
-    )  # fmt: skip
-    bounds.validate(VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(
-    "fields", [{"temperature": 0.1}, {"min_tokens": 1}, {"logit_bias": ((0, 0.0),)}, {"repetition_penalty": 1.1},
-               {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}],
-)  # fmt: skip
-def test_only_a_greedy_choice_of_the_models_logits_takes_the_most_likely(fields: dict[str, object]) -> None:
+    "fields",
+    [
+        {"temperature": 0.1},
+        {"min_tokens": 1},
+        {"logit_bias": ((0, 0.0),)},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+    ],
+    ids=str,
+)
+def test_only_greedy_sampling_of_unchanged_logits_takes_the_most_likely_token(fields: dict[str, object]) -> None:
     assert Sampling(top_k=1, min_p=0.5).takes_most_likely
     assert not Sampling(**fields).takes_most_likely
 
 
-def test_without_a_seed_each_has_its_own() -> None:
+def test_each_sampling_without_a_seed_gets_its_own() -> None:
     assert len({Sampling().seed for _ in range(100)}) == 100

@@ -83,10 +83,13 @@ _KEY = re.compile(r"^(\w+): (.*)$")
 
 def example_file() -> str:
     """Return the text of the file."""
-    named = ("stores", "kv_sources", "adapters", "tenants")
-    sections = [each for each in dataclasses.fields(Config) if each.name not in named]
-    parts = [_section(section.name, getattr(Config(), section.name)) for section in sections]
-    return "\n\n".join([HEAD, *parts, STORE, KV_SOURCE, ADAPTER, TENANT]) + "\n"
+    user_named = ("stores", "kv_sources", "adapters", "tenants")  # users choose the names of these sections
+    sections = [
+        _format_section(section.name, getattr(Config(), section.name))
+        for section in dataclasses.fields(Config)
+        if section.name not in user_named
+    ]
+    return "\n\n".join([HEAD, *sections, STORE, KV_SOURCE, ADAPTER, TENANT]) + "\n"
 
 
 def key_descriptions(section: type) -> dict[str, str]:
@@ -94,27 +97,32 @@ def key_descriptions(section: type) -> dict[str, str]:
     descriptions: dict[str, str] = {}
     name = ""
     for line in textwrap.dedent((section.__doc__ or "").partition("Attributes:\n")[2]).splitlines():
-        if found := _KEY.match(line):
-            name = found[1]
-            descriptions[name] = found[2]
+        if match := _KEY.match(line):
+            name = match[1]
+            descriptions[name] = match[2]
         elif line.strip():
             descriptions[name] += " " + line.strip()
     return descriptions
 
 
-def _section(name: str, defaults: object) -> str:
-    kind = type(defaults)
-    first = (kind.__doc__ or "").partition("\n")[0]
-    about = "Quotas of every tenant without a section of its own." if kind is TenantConfig else first
-    return "\n".join([f"# {about}", f"[{name}]", *_keys(name, defaults)])
+def _format_section(name: str, defaults: object) -> str:
+    section_class = type(defaults)
+    description = (section_class.__doc__ or "").partition("\n")[0]
+    if section_class is TenantConfig:
+        description = "Quotas of every tenant without a section of its own."
+    return "\n".join([f"# {description}", f"[{name}]", *_format_keys(name, defaults)])
 
 
-def _keys(section: str, defaults: object) -> Iterator[str]:
+def _format_keys(section: str, defaults: object) -> Iterator[str]:
     descriptions = key_descriptions(type(defaults))
     for key in dataclasses.fields(defaults):  # type: ignore[arg-type]
-        text = descriptions[key.name]
+        description = descriptions[key.name]
         yield from textwrap.wrap(
-            text[0].upper() + text[1:], 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+            description[0].upper() + description[1:],
+            120,
+            initial_indent="# ",
+            subsequent_indent="# ",
+            break_on_hyphens=False,
         )
         value = getattr(defaults, key.name)
         if value is None:

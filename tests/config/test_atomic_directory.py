@@ -20,7 +20,6 @@ def test_a_directory_may_have_the_longest_name_that_the_file_system_allows(tmp_p
 
 
 def test_nothing_is_left_after_an_error(tmp_path):
-
     def write():
         with atomic_directory(tmp_path / "model") as directory:
             (directory / "file").write_text("text")
@@ -31,8 +30,8 @@ def test_nothing_is_left_after_an_error(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize("is_file", [True, False])
-def test_nothing_is_replaced(tmp_path, is_file):
+@pytest.mark.parametrize("is_file", [True, False], ids=["file", "directory"])
+def test_an_existing_file_or_directory_is_not_replaced(tmp_path, is_file):
     target = tmp_path / "model"
 
     def write():

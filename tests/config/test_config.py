@@ -17,7 +17,9 @@ from radixkv.errors import ConfigError
 
 
 @pytest.fixture
-def toml(tmp_path):
+def write_toml(tmp_path):
+    """A function that writes a configuration file and returns its path."""
+
     def write(text):
         file = tmp_path / "radixkv.toml"
         file.write_text(text, encoding="utf-8")
@@ -30,19 +32,19 @@ def test_the_defaults_apply_without_a_file():
     assert Config.load() == Config(ModelConfig(), CacheConfig(), EngineConfig(), ServerConfig())
 
 
-def test_a_file_changes_only_the_keys_it_names(toml):
-    config = Config.load(toml("[cache]\nblock_size = 16\n[server]\nport = 0\n"))
+def test_a_file_changes_only_the_keys_it_names(write_toml):
+    config = Config.load(write_toml("[cache]\nblock_size = 16\n[server]\nport = 0\n"))
     assert config.cache == CacheConfig(block_size=16)
     assert config.server == ServerConfig(port=0)
     assert config.model == ModelConfig()
 
 
-def test_the_defaults_apply_with_an_empty_file(toml):
-    assert Config.load(toml("")) == Config()
+def test_the_defaults_apply_with_an_empty_file(write_toml):
+    assert Config.load(write_toml("")) == Config()
 
 
-def test_settings_override_the_file_and_the_last_setting_of_a_key_wins(toml):
-    file = toml('[model]\npath = "file"\ndevice = "cpu"\n[server]\nport = 1\n')
+def test_settings_override_the_file_and_the_last_setting_of_a_key_wins(write_toml):
+    file = write_toml('[model]\npath = "file"\ndevice = "cpu"\n[server]\nport = 1\n')
     config = Config.load(file, ["model.path=first", "model.path=second", "server.port=2"])
     assert (config.model.path, config.model.device, config.server.port) == ("second", "cpu", 2)
 
@@ -57,14 +59,14 @@ def test_settings_override_the_file_and_the_last_setting_of_a_key_wins(toml):
         ["default_tenant.rate_burst_s=1", "tenants.low.weight=2", "stores.other.place=x"],
     ],
 )
-def test_the_order_of_different_keys_does_not_matter(toml, settings):
-    file = toml("[tenants.low]\nceiling_tokens = 64\n[model]\nmax_adapters = 1\n")
+def test_the_order_of_different_keys_does_not_matter(write_toml, settings):
+    file = write_toml("[tenants.low]\nceiling_tokens = 64\n[model]\nmax_adapters = 1\n")
     for order in itertools.permutations(settings):
         assert Config.load(file, order) == Config.load(file, settings)
 
 
-def test_only_the_merged_result_is_validated(toml):
-    file = toml("[tenants.low]\nceiling_tokens = 64\n")
+def test_only_the_merged_result_is_validated(write_toml):
+    file = write_toml("[tenants.low]\nceiling_tokens = 64\n")
     with pytest.raises(ConfigError, match=r"^tenants\.low\.ceiling_tokens: expected at least 65, got 64$"):
         Config.load(file, ["tenants.low.floor_tokens=65", "cache.block_size=16"])
 
@@ -73,9 +75,9 @@ def test_only_the_merged_result_is_validated(toml):
     ("text", "setting", "path"),
     [("model = 1", "model.path=x", "model"), ("[tenants]\na = 1", "tenants.a.weight=2", "tenants.a")],
 )
-def test_a_section_that_is_not_a_table_is_refused_even_if_settings_replace_it(toml, text, setting, path):
+def test_a_section_that_is_not_a_table_is_refused_even_if_settings_replace_it(write_toml, text, setting, path):
     with pytest.raises(ConfigError, match=f"^{path}: expected a table of keys, got 1$"):
-        Config.load(toml(text), [setting])
+        Config.load(write_toml(text), [setting])
 
 
 @pytest.mark.parametrize(
@@ -113,9 +115,9 @@ def test_an_unknown_key_is_refused_and_the_nearest_named(setting, nearest):
         Config.load(settings=[setting])
 
 
-def test_an_unknown_key_in_a_file_is_refused_too(toml):
+def test_an_unknown_key_in_a_file_is_refused_too(write_toml):
     with pytest.raises(ConfigError, match=r"^cache\.block_sise: unknown key; the nearest is cache\.block_size$"):
-        Config.load(toml("[cache]\nblock_sise = 16\n"))
+        Config.load(write_toml("[cache]\nblock_sise = 16\n"))
 
 
 @pytest.mark.parametrize(
@@ -177,13 +179,13 @@ def test_a_setting_without_section_key_and_value_is_refused(setting):
 
 
 @pytest.mark.parametrize("text", ["model = 1\n", "[[model]]\npath = 'a'\n"])
-def test_a_section_that_is_not_a_table_is_refused(toml, text):
+def test_a_section_that_is_not_a_table_is_refused(write_toml, text):
     with pytest.raises(ConfigError, match="model: expected a table of keys, got"):
-        Config.load(toml(text))
+        Config.load(write_toml(text))
 
 
-def test_a_file_with_invalid_toml_is_refused(toml):
-    file = toml("[model\n")
+def test_a_file_with_invalid_toml_is_refused(write_toml):
+    file = write_toml("[model\n")
     with pytest.raises(ConfigError, match=rf"config file {file}: "):
         Config.load(file)
 
@@ -195,11 +197,11 @@ def test_a_file_with_invalid_utf_8_is_refused(tmp_path):
         Config.load(file)
 
 
-def test_a_number_with_too_many_digits_is_refused(toml):
+def test_a_number_with_too_many_digits_is_refused(write_toml):
     digits = "9" * 5000
     with pytest.raises(ConfigError, match=r"^server\.port: expected an integer, got '999"):
         Config.load(settings=[f"server.port={digits}"])
-    file = toml(f"[server]\nport = {digits}\n")
+    file = write_toml(f"[server]\nport = {digits}\n")
     with pytest.raises(ConfigError, match=rf"^config file {file}: "):
         Config.load(file)
 
@@ -209,8 +211,8 @@ def test_a_missing_file_is_refused(tmp_path):
         Config.load(tmp_path / "none.toml")
 
 
-def test_block_size_and_capacity_are_validated_together(toml):
-    config = Config.load(toml("[cache]\nblock_size = 16\ncapacity_tokens = 16\n"))
+def test_a_capacity_is_validated_with_the_block_size_of_the_same_file(write_toml):
+    config = Config.load(write_toml("[cache]\nblock_size = 16\ncapacity_tokens = 16\n"))  # less than a default block
     assert config.cache.num_blocks == 1
 
 
@@ -245,16 +247,24 @@ def test_a_configuration_is_immutable():
 
 def test_every_key_can_be_set():
     for section in dataclasses.fields(Config):
-        if section.name in ("stores", "kv_sources", "adapters", "tenants"):  # a section for each name; see below
+        if section.name in (
+            "stores",
+            "kv_sources",
+            "adapters",
+            "tenants",
+        ):  # their sections are named by users; see the classes below
             continue
-        values = getattr(Config(), section.name)
-        for key in dataclasses.fields(values):
-            value = getattr(values, key.name)
-            some = "text" if "str" in key.type else 6400  # TOML has no None
-            given = some if value is None else not value if value is True else value
-            expected = dataclasses.replace(Config(), **{section.name: dataclasses.replace(values, **{key.name: given})})
-            text = "false" if given is False else given
-            assert Config.load(settings=[f"{section.name}.{key.name}={text}"]) == expected, key.name
+        defaults = getattr(Config(), section.name)
+        for key in dataclasses.fields(defaults):
+            value = getattr(defaults, key.name)
+            if value is None:  # which TOML cannot express
+                value = "text" if "str" in key.type else 6400
+            elif value is True:
+                value = False
+            changed_section = dataclasses.replace(defaults, **{key.name: value})
+            expected = dataclasses.replace(Config(), **{section.name: changed_section})
+            toml_value = "false" if value is False else value
+            assert Config.load(settings=[f"{section.name}.{key.name}={toml_value}"]) == expected, key.name
 
 
 class TestAdapters:
@@ -295,7 +305,7 @@ class TestTenants:
         config = Config.load(file, ["tenants.acme.ceiling_tokens=128"])
         assert config.tenants == {"acme": TenantConfig(64, 128), "a b": TenantConfig(0, 640)}
 
-    def test_the_section_default_tenant(self) -> None:
+    def test_default_tenant_and_named_tenants_are_separate_sections(self) -> None:
         config = Config.load(settings=["default_tenant.max_calls_per_s=2.5", "tenants.acme.weight=2"])
         assert config.default_tenant == TenantConfig(max_calls_per_s=2.5)
         assert config.tenants == {"acme": TenantConfig(weight=2)}

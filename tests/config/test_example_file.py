@@ -12,7 +12,7 @@ from tests.service.command_line import fake_service
 from .example_file import ADAPTER, EXAMPLES, KV_SOURCE, STORE, TENANT, example_file
 
 FILE = Path(__file__).parents[2] / "docs" / "deploy" / "radixkv.toml"
-ABSENT = re.compile(r"^# (\w+) = (.+)$", re.MULTILINE)
+COMMENTED_KEY = re.compile(r"^# (\w+) = (.+)$", re.MULTILINE)  # keys without a default value
 
 
 def test_the_file_is_up_to_date():
@@ -26,9 +26,11 @@ def test_the_file_contains_the_default_values():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_values_are_valid(name):
     section, _, key = name.partition(".")
-    (value,) = {value for found, value in ABSENT.findall(FILE.read_text(encoding="utf-8")) if found == key}
-    config = Config.load(FILE, [f"{name}={value}"])
-    assert getattr(getattr(config, section), key) == EXAMPLES[name] == read_setting(f"{name}={value}")[section][key]
+    examples = COMMENTED_KEY.findall(FILE.read_text(encoding="utf-8"))
+    (value,) = {value for example_key, value in examples if example_key == key}
+    setting = f"{name}={value}"
+    assert read_setting(setting)[section][key] == EXAMPLES[name]
+    assert getattr(getattr(Config.load(FILE, [setting]), section), key) == EXAMPLES[name]
 
 
 def test_the_example_of_a_tenant_is_valid(tmp_path):

@@ -10,7 +10,7 @@ from radixkv.errors import ConfigError
 
 
 def test_an_installed_package_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "this", raising=False)
+    monkeypatch.delitem(sys.modules, "this", raising=False)  # a module of Python that prints a text when imported
     require_package("a.b", "this", "zen", "poems")
     assert "this" not in sys.modules
 

@@ -9,7 +9,7 @@ import pytest
 from radixkv.config.regular_file import read_regular
 
 
-def test_a_file_is_read_and_what_a_link_leads_to(tmp_path: Path) -> None:
+def test_a_file_and_the_target_of_a_link_are_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     assert read_regular(tmp_path / "link") == b"content" == read_regular(tmp_path / "file", max_bytes=7)
@@ -41,11 +41,11 @@ def test_a_path_that_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) ->
 def test_no_file_stays_open(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "file").write_bytes(b"content")
-    before = len(os.listdir("/proc/self/fd"))
+    num_open_before = len(os.listdir("/proc/self/fd"))
     assert read_regular(tmp_path / "file") == b"content"
     for path in (tmp_path, tmp_path / "fifo"):
         with pytest.raises(OSError):
             read_regular(path)
     with pytest.raises(OSError, match="larger"):
         read_regular(tmp_path / "file", max_bytes=1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == num_open_before

@@ -6,6 +6,7 @@ import pytest
 
 from radixkv.config.sequence_limit import sequence_limit, use_long_factors
 
+# As in Phi-3: sequences of up to 4,096 tokens use the short factors at all positions, longer ones the long factors.
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [4.0, 8.0]}
 PHI = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4096, "rope_scaling": LONGROPE}
 

@@ -26,7 +26,7 @@ KINDS: dict[str, PretrainedConfig] = {
     ),
 }
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-# GEMMs of another number of rows add up in another order. Logits may differ by this share of the largest one.
+# GEMMs with another number of rows sum in another order, so logits may differ by this share of the largest logit.
 MAX_DIFFERENCE = 1e-5
 
 
@@ -39,7 +39,10 @@ def model_of(config: PretrainedConfig, seed: int = 0) -> Any:
 
 
 def prompt(seed: int, *lengths: int) -> torch.Tensor:
-    """Make one row of tokens, none of which is padding. A part is the same wherever seed, index and length are."""
+    """Return a prompt `[1, num_tokens]` without padding, made of parts with these lengths.
+
+    Parts of two prompts are equal if their seeds, their indices and their lengths are.
+    """
     parts = [
         torch.randint(3, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(hash((seed, index, length))))
         for index, length in enumerate(lengths)
@@ -48,6 +51,7 @@ def prompt(seed: int, *lengths: int) -> torch.Tensor:
 
 
 def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the arguments of `generate` for prompts `[1, num_tokens]` as one batch, with padding on the left."""
     length = max(row.shape[1] for row in rows)
     ids = torch.cat([torch.nn.functional.pad(row, (length - row.shape[1], 0)) for row in rows])
     lengths = torch.tensor([row.shape[1] for row in rows])[:, None]
@@ -55,7 +59,7 @@ def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def same(ours: Any, theirs: Any, max_difference: float = MAX_DIFFERENCE) -> bool:
-    """Whether the tokens of two greedy generations are equal, and their logits as well but for rounding."""
+    """Return whether two greedy generations have equal tokens, and logits that differ by rounding only."""
     logits, expected = torch.stack(ours.logits), torch.stack(theirs.logits)
     return torch.equal(ours.sequences, theirs.sequences) and close(logits, expected, max_difference)
 
@@ -65,12 +69,13 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, max_difference: float = MAX_
 
 
 def forward(model: Any, cache: PromptCache, *arguments: Any, **options: Any) -> Any:
+    """Run one forward pass of a model over a cache."""
     return model(*arguments, **{cache_name(model): cache}, **options)
 
 
 @contextmanager
-def counted(model: Any) -> Iterator[list[int]]:
-    """Collect the number of tokens of each forward pass."""
+def record_forward_sizes(model: Any) -> Iterator[list[int]]:
+    """Record the number of tokens of each forward pass within the block."""
     sizes: list[int] = []
     hook = model.register_forward_pre_hook(
         lambda _, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -79,19 +84,19 @@ def counted(model: Any) -> Iterator[list[int]]:
     hook.remove()
 
 
-def wrong_answers_to_threads(radix: RadixCache, model: Any) -> list[int]:
-    """Have three threads generate from six prompts nine times each; return the prompts with wrong answers."""
+def generate_in_threads(radix: RadixCache, model: Any) -> list[int]:
+    """Let three threads make nine generations each from six prompts. Returns the indices of wrongly answered ones."""
     prompts = [torch.cat([prompt(1, 30), prompt(seed, 10)], dim=1) for seed in range(2, 8)]
     expected = [model.generate(ids, **GREEDY) for ids in prompts]
     wrong: list[int] = []
 
-    def generate(first: int) -> None:
-        for turn in range(9):
-            index = (first + turn) % len(prompts)
+    def generate(first_index: int) -> None:
+        for number in range(9):
+            index = (first_index + number) % len(prompts)
             if not same(radix.generate(prompts[index], **GREEDY), expected[index]):
                 wrong.append(index)
 
-    threads = [threading.Thread(target=generate, args=(first,)) for first in range(3)]
+    threads = [threading.Thread(target=generate, args=(index,)) for index in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

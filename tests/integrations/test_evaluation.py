@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from radixkv import LLM
+from radixkv import LLM, SamplingParams
 from radixkv.errors import InvalidRequest
 from radixkv.integrations.evaluation import Evaluator
 from radixkv.model.tiny_model import build_tiny_model
@@ -41,11 +41,13 @@ def oracle() -> LlamaForCausalLM:
 
 
 def logprobs_of(oracle: LlamaForCausalLM, ids: list[int]) -> torch.Tensor:
+    """Return `[len(ids), vocab_size]`: the log probabilities of each next token."""
     with torch.inference_mode():
         return oracle(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
 
 
-def expected(oracle: LlamaForCausalLM, before: list[int], after: list[int]) -> tuple[float, bool]:
+def expected_score(oracle: LlamaForCausalLM, before: list[int], after: list[int]) -> tuple[float, bool]:
+    """Return the log probability of tokens after others, and whether greedy decoding would generate them."""
     rows = logprobs_of(oracle, [*before, *after[:-1]])[-len(after) :]
     total = sum(row[token].item() for row, token in zip(rows, after, strict=True))
     return total, rows.argmax(-1).tolist() == after
@@ -55,15 +57,16 @@ def test_loglikelihoods_are_those_of_transformers_in_the_order_of_the_requests(
     evaluator: Evaluator, llm: LLM, oracle: LlamaForCausalLM
 ) -> None:
     tokenizer = llm.get_tokenizer()
-    greedy = tokenizer.decode([int(logprobs_of(oracle, tokenizer.encode(QUESTIONS[0]))[-1].argmax())])
-    pairs = [(question, choice) for question in reversed(QUESTIONS) for choice in (*CHOICES, greedy)]
+    greedy_token = int(logprobs_of(oracle, tokenizer.encode(QUESTIONS[0]))[-1].argmax())
+    choices = (*CHOICES, tokenizer.decode([greedy_token]))
+    pairs = [(question, choice) for question in reversed(QUESTIONS) for choice in choices]
     results = evaluator.loglikelihood(pairs)
     for (context, continuation), (logprob, is_greedy) in zip(pairs, results, strict=True):
         before = tokenizer.encode(context)
         after = tokenizer.encode(context + continuation)[len(before) :]
-        total, argmax_is = expected(oracle, before, after)
-        assert abs(logprob - total) < MAX_DIFFERENCE
-        assert is_greedy is argmax_is
+        expected_logprob, expected_is_greedy = expected_score(oracle, before, after)
+        assert abs(logprob - expected_logprob) < MAX_DIFFERENCE
+        assert is_greedy is expected_is_greedy
     assert any(is_greedy for _, is_greedy in results)
 
 
@@ -72,36 +75,43 @@ def test_a_context_of_several_continuations_is_encoded_once(
 ) -> None:
     texts: list[str] = []
     encode = evaluator.encode
-    monkeypatch.setattr(evaluator, "encode", lambda text: texts.append(text) or encode(text))
+
+    def recorded_encode(text: str) -> list[int]:
+        texts.append(text)
+        return encode(text)
+
+    monkeypatch.setattr(evaluator, "encode", recorded_encode)
     evaluator.loglikelihood([(question, choice) for choice in CHOICES for question in QUESTIONS])
+    # Each context alone, and with each of its continuations.
     assert len(texts) == len(set(texts)) == len(QUESTIONS) * (1 + len(CHOICES))
 
 
 def test_white_space_at_the_end_of_a_context_belongs_to_the_continuation(evaluator: Evaluator) -> None:
-    (one,), (other,) = (
-        evaluator.loglikelihood([("And it came ", "to")]),
-        evaluator.loglikelihood([("And it came", " to")]),
-    )
-    assert one == other
+    space_in_context = evaluator.loglikelihood([("And it came ", "to")])
+    space_in_continuation = evaluator.loglikelihood([("And it came", " to")])
+    assert space_in_context == space_in_continuation
 
 
-def test_an_empty_context_is_the_prefix_token(evaluator: Evaluator, llm: LLM, oracle: LlamaForCausalLM) -> None:
+def test_an_empty_context_is_replaced_by_the_prefix_token(
+    evaluator: Evaluator, llm: LLM, oracle: LlamaForCausalLM
+) -> None:
     after = llm.get_tokenizer().encode_rendered("And it came")
     ((logprob, _),) = evaluator.loglikelihood([("", "And it came")])
-    assert abs(logprob - expected(oracle, [evaluator.prefix_token_id], after)[0]) < MAX_DIFFERENCE
+    expected_logprob, _ = expected_score(oracle, [evaluator.prefix_token_id], after)
+    assert abs(logprob - expected_logprob) < MAX_DIFFERENCE
 
 
 def test_a_shared_few_shot_prompt_is_computed_once(evaluator: Evaluator, llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
-    pairs = [(SHOTS + question, choice) for choice in CHOICES for question in QUESTIONS]  # choices first: worst order
+    pairs = [(SHOTS + question, choice) for choice in CHOICES for question in QUESTIONS]  # the worst order
     evaluator.loglikelihood(pairs)
     contexts = {tuple(tokenizer.encode(context)) for context, _ in pairs}
-    different = {context[: end + 1] for context in contexts for end in range(len(context))}  # nodes of a trie
-    computed = evaluator.num_prompt_tokens - evaluator.num_cached_tokens
-    assert evaluator.num_prompt_tokens == sum(4 * len(each) for each in contexts)
-    # At least one token of each request is computed: its last one.
-    assert computed <= len(different) + len(pairs)
-    assert computed < 0.1 * evaluator.num_prompt_tokens
+    distinct_prefixes = {context[: end + 1] for context in contexts for end in range(len(context))}
+    num_computed = evaluator.num_prompt_tokens - evaluator.num_cached_tokens
+    assert evaluator.num_prompt_tokens == len(CHOICES) * sum(len(context) for context in contexts)
+    # Each distinct prefix is computed once, and the last token of a request always.
+    assert num_computed <= len(distinct_prefixes) + len(pairs)
+    assert num_computed < 0.1 * evaluator.num_prompt_tokens
 
 
 def test_requests_with_a_common_prefix_follow_each_other_so_that_a_small_cache_suffices() -> None:
@@ -112,10 +122,11 @@ def test_requests_with_a_common_prefix_follow_each_other_so_that_a_small_cache_s
     with LLM("tiny", capacity_tokens=192, block_size=16, settings=settings) as llm:
         evaluator = Evaluator(llm)
         evaluator.loglikelihood(pairs)
-        sizes = [len(llm.get_tokenizer().encode(each)) for each in shots]
-    assert sum(sizes) > 2 * 192, "the cache is too small for all prefixes"
-    computed = evaluator.num_prompt_tokens - evaluator.num_cached_tokens
-    assert computed < sum(sizes) + 12 * 20
+        num_shot_tokens = sum(len(llm.get_tokenizer().encode(each)) for each in shots)
+    assert num_shot_tokens > 2 * 192, "the cache is too small for all prefixes"
+    num_computed = evaluator.num_prompt_tokens - evaluator.num_cached_tokens
+    max_question_tokens = 20
+    assert num_computed < num_shot_tokens + len(pairs) * max_question_tokens
 
 
 def test_a_context_that_is_too_long_loses_its_first_tokens(
@@ -141,42 +152,37 @@ def test_rolling_loglikelihoods_are_those_of_transformers(
         f"In the year {7919 * number % 97} he went {'up' if number % 3 else 'out'}. " for number in range(num_repeats)
     )
     (total,) = evaluator.loglikelihood_rolling([text])
-    tokens, size = llm.get_tokenizer().encode(text), 32
-    parts = [
-        (tokens[max(0, end - size - 1) : end - size], tokens[end - size : end])
-        for end in range(size, len(tokens), size)
-    ]
-    last = len(parts) * size
-    parts.append((tokens[max(0, len(tokens) - size - 1) : last], tokens[last:]))
-    parts[0] = ([evaluator.prefix_token_id], parts[0][1])
-    assert [each for _, after in parts for each in after] == tokens
-    assert len(parts[-1][1]) < size
-    assert abs(total - sum(expected(oracle, *each)[0] for each in parts)) < MAX_DIFFERENCE * len(parts)
+    tokens, window_tokens = llm.get_tokenizer().encode(text), 32
+    windows: list[tuple[list[int], list[int]]] = []  # the context and the scored tokens of each window
+    for start in range(0, len(tokens), window_tokens):
+        end = min(start + window_tokens, len(tokens))
+        # The context is the token before the window. In the last window, it is as long as the length permits.
+        context_start = max(0, end - window_tokens - 1)
+        windows.append((tokens[context_start:start], tokens[start:end]))
+    windows[0] = ([evaluator.prefix_token_id], windows[0][1])
+    assert len(windows[-1][1]) < window_tokens, "the test has a last window that is not full"
+    expected_total = sum(expected_score(oracle, context, scored)[0] for context, scored in windows)
+    assert abs(total - expected_total) < MAX_DIFFERENCE * len(windows)
     assert evaluator.loglikelihood_rolling([]) == []
     assert evaluator.loglikelihood_rolling([""]) == [0.0]
 
 
 def test_answers_are_greedy_and_end_before_a_stop_text(evaluator: Evaluator, llm: LLM) -> None:
-    whole, first, none = evaluator.generate_until(
+    whole, up_to_comma, with_many_stops = evaluator.generate_until(
         [
             ("And the Lord said unto Moses,", {"max_gen_toks": 24}),
             ("And the Lord said unto Moses,", {"until": [","], "max_gen_toks": 24}),
             ("And the Lord said unto Moses,", {"until": ["z" * 300, ","] * 20, "max_gen_toks": 24, "temperature": 0.0}),
         ]
     )
-    assert whole.startswith(first + ",")
-    assert none == first
+    assert whole.startswith(up_to_comma + ",")
+    assert with_many_stops == up_to_comma
     (sampled,) = evaluator.generate_until(
         [("And the Lord said unto Moses,", {"do_sample": True, "temperature": 1.5, "seed": 3, "max_tokens": 24})]
     )
     assert sampled != whole
-    assert llm.generate("And the Lord said unto Moses,", _greedy(24))[0].outputs[0].text == whole
-
-
-def _greedy(max_tokens: int) -> Any:
-    from radixkv import SamplingParams
-
-    return SamplingParams(temperature=0, max_tokens=max_tokens)
+    greedy = SamplingParams(temperature=0, max_tokens=24)
+    assert llm.generate("And the Lord said unto Moses,", greedy)[0].outputs[0].text == whole
 
 
 @pytest.mark.parametrize(
@@ -188,7 +194,7 @@ def _greedy(max_tokens: int) -> Any:
         ({"max_gen_toks": 10**6}, r"requests\[1\]: max_gen_toks: expected fewer than \d+"),
     ],
 )
-def test_options_that_cannot_be_followed_are_refused(
+def test_unsupported_and_invalid_options_are_refused(
     evaluator: Evaluator, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
@@ -200,7 +206,7 @@ def test_an_empty_continuation_is_refused(evaluator: Evaluator) -> None:
         evaluator.loglikelihood([("a", " b"), ("a", "")])
 
 
-def test_an_invalid_text_is_named(evaluator: Evaluator) -> None:
+def test_an_invalid_text_is_refused_with_its_index(evaluator: Evaluator) -> None:
     with pytest.raises(InvalidRequest, match=r"requests\[1\]: expected text in Unicode"):
         evaluator.loglikelihood_rolling(["a", "\ud800"])
 
@@ -212,4 +218,4 @@ def test_a_bos_token_in_a_text_is_not_added_again(tmp_path: Path, monkeypatch: p
     assert evaluator.prefix_token_id == 1
     assert evaluator.encode("And it").count(1) == 1
     assert evaluator.encode("<s>And it").count(1) == 1
-    assert tokenizer.encode("<s>And it").count(1) == 2, "the model requires one before each text"
+    assert tokenizer.encode("<s>And it").count(1) == 2, "encode adds another BOS token before any text"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,11 @@ PROMPT = "And the Lord said unto Moses,"
 
 
 def stand_ins(registered: dict[str, type]) -> dict[str, ModuleType]:
-    """Return modules with the names of lm_eval that the adapter imports."""
+    """Return modules with the names of lm_eval that the adapter imports.
+
+    Args:
+        registered: the stand-in of `register_model` adds the classes of models here, by name.
+    """
 
     class LM:
         def __init__(self) -> None:
@@ -30,7 +35,7 @@ def stand_ins(registered: dict[str, type]) -> dict[str, ModuleType]:
             return cls(**arg_dict, **{name: value for name, value in additional_config.items() if value is not None})
 
     def register_model(name: str) -> Callable[[type], type]:
-        return lambda kind: registered.setdefault(name, kind)
+        return lambda model_class: registered.setdefault(name, model_class)
 
     modules = {
         name: ModuleType(name) for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.api.registry")
@@ -42,6 +47,7 @@ def stand_ins(registered: dict[str, type]) -> dict[str, ModuleType]:
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Any]:
+    """A model of the adapter, as the harness creates one from its command line."""
     registered: dict[str, type] = {}
     with pytest.MonkeyPatch.context() as patch:
         if not HAS_LM_EVAL:
@@ -54,23 +60,22 @@ def model() -> Iterator[Any]:
 
             registered["radixkv"] = get_model("radixkv")
         assert registered == {"radixkv": adapter.RadixKVLM}
-        # As the harness creates models: arguments of the command line, and its own options.
-        model = adapter.RadixKVLM.create_from_arg_obj(
-            {"pretrained": "tiny", "capacity_tokens": 16_384},
-            {"batch_size": 4, "max_batch_size": None, "device": "cuda:0"},
-        )
+        model_arguments = {"pretrained": "tiny", "capacity_tokens": 16_384}
+        harness_options = {"batch_size": 4, "max_batch_size": None, "device": "cuda:0"}
+        model = adapter.RadixKVLM.create_from_arg_obj(model_arguments, harness_options)
         yield model
         model.llm.close()
     sys.modules.pop("radixkv.integrations.lm_eval", None)
 
 
 def request(*args: object) -> Any:
+    """Return the part of a request of the harness that the adapter reads."""
     return SimpleNamespace(args=args)
 
 
 def test_requests_get_the_answers_of_the_evaluator(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored: list[tuple[str, object, object]] = []
-    monkeypatch.setattr(model, "cache_hook", SimpleNamespace(add_partial=lambda *each: stored.append(each)))
+    saved_answers: list[tuple[str, object, object]] = []  # the harness saves them, to resume an evaluation
+    monkeypatch.setattr(model, "cache_hook", SimpleNamespace(add_partial=lambda *each: saved_answers.append(each)))
     pairs = [(PROMPT, " speak"), ("", "speak")]
     scores = model.loglikelihood([request(*each) for each in pairs])
     assert scores == model.evaluator.loglikelihood(pairs)
@@ -79,7 +84,7 @@ def test_requests_get_the_answers_of_the_evaluator(model: Any, monkeypatch: pyte
     options = {"until": ["."], "max_gen_toks": 12}
     answers = model.generate_until([request(PROMPT, options)])
     assert answers == model.evaluator.generate_until([(PROMPT, options)])
-    assert stored == [
+    assert saved_answers == [
         *(("loglikelihood", pair, score) for pair, score in zip(pairs, scores, strict=True)),
         ("loglikelihood_rolling", (PROMPT,), totals[0]),
         ("generate_until", (PROMPT, options), answers[0]),
@@ -127,23 +132,21 @@ task_config = json.loads(sys.argv[1])
 task = ConfigurableTask(config=task_config)
 model = adapter.RadixKVLM("tiny", capacity_tokens=16_384)
 results = lm_eval.simple_evaluate(model, tasks=[task], num_fewshot=3, bootstrap_iters=0)
-counts = model.evaluator
-print(json.dumps([results["results"]["radixkv_test"]["acc,none"], counts.num_prompt_tokens, counts.num_cached_tokens]))
+accuracy = results["results"]["radixkv_test"]["acc,none"]
+print(json.dumps([accuracy, model.evaluator.num_prompt_tokens, model.evaluator.num_cached_tokens]))
 """
-    import json
-
-    data = tmp_path / "data.jsonl"
+    data_file = tmp_path / "data.jsonl"
     rows = [{"question": f"Who said the words number {each}?", "answer": each % 2} for each in range(8)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = TASK | {"dataset_kwargs": {"data_files": {"train": str(data)}}}
-    done = subprocess.run(
+    data_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = TASK | {"dataset_kwargs": {"data_files": {"train": str(data_file)}}}
+    process = subprocess.run(
         [sys.executable, "-c", script, json.dumps(task)],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    accuracy, num_prompt_tokens, num_cached_tokens = json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr
+    accuracy, num_prompt_tokens, num_cached_tokens = json.loads(process.stdout.splitlines()[-1])
     assert 0 <= accuracy <= 1
     assert num_cached_tokens > 0.5 * num_prompt_tokens

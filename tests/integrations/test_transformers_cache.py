@@ -26,18 +26,19 @@ from tests.integrations.generations import (
     KINDS,
     MAX_DIFFERENCE,
     close,
-    counted,
     forward,
+    generate_in_threads,
     model_of,
     padded,
     prompt,
+    record_forward_sizes,
     same,
-    wrong_answers_to_threads,
 )
 from tests.model.coverage.small_configs import covered_types, small_config
 from tests.model.exact.checkpoints import SHAPE, VOCAB_SIZE
 
-# These models run their layers several times per forward pass, which amplifies rounding; in float64 they agree.
+# Larger differences of models that run their layers several times per forward pass, which amplifies rounding. In
+# float64 the logits agree.
 MAX_DIFFERENCES = {"hrm_text": 1e-4}
 
 
@@ -57,21 +58,21 @@ def test_only_the_suffix_is_computed_and_the_answer_is_that_of_generate(kind: st
     for tail, num_cached in ((9, 0), (1, 61), (40, 61), (41, 61)):
         ids = prompt(1, 61, tail)
         expected = model.generate(ids, **GREEDY)
-        with counted(model) as sizes:
+        with record_forward_sizes(model) as sizes:
             assert same(radix.generate(ids, **GREEDY), expected)
-        assert sizes == [ids.shape[1] - num_cached] + [1] * 7
+        assert sizes == [ids.shape[1] - num_cached] + [1] * 7  # the prefill gives the first of eight new tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_a_hit_every_bit_is_that_of_a_cache_of_transformers_with_the_same_tokens(kind: str) -> None:
     model = model_of(KINDS[kind])
     radix, ids = RadixCache(model, 1024), prompt(1, 61, 12)
-    own = DynamicCache(config=model.config)
+    dynamic_cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :61], **{cache_name(model): own})
+        model(ids[:, :61], **{cache_name(model): dynamic_cache})
         with radix.cache_for(ids[:, :61]) as cache:
             model(ids[:, :61], **{cache_name(model): cache})
-    expected = model.generate(ids, **{cache_name(model): own}, **GREEDY)
+    expected = model.generate(ids, **{cache_name(model): dynamic_cache}, **GREEDY)
     hit = radix.generate(ids, **GREEDY)
     assert torch.equal(torch.stack(hit.logits), torch.stack(expected.logits))
     assert radix.counts.num_cached_tokens == 61
@@ -82,25 +83,24 @@ def test_after_a_hit_every_bit_is_that_of_a_cache_of_transformers_with_the_same_
 def test_random_calls_get_the_answers_of_generate(kind: str, capacity_tokens: int) -> None:
     model, random = model_of(KINDS[kind]), Random(capacity_tokens)
     radix = RadixCache(model, capacity_tokens, block_size=4)
-    known = [prompt(2, 30)]
+    sequences = [prompt(2, 30)]  # prompts continue the beginning of one of these
     num_hits = 0
     for _ in range(18):
-        rows = []
+        prompts = []
         for _ in range(random.choice((1, 1, 2, 3))):
-            base = random.choice(known)
-            kept = base[:, : random.randint(1, base.shape[1])]
-            new = torch.tensor([[random.randint(3, VOCAB_SIZE - 1) for _ in range(random.randint(1, 12))]])
-            rows.append(torch.cat([kept, new], dim=1))
-        inputs = padded(rows)
+            sequence = random.choice(sequences)
+            prefix = sequence[:, : random.randint(1, sequence.shape[1])]
+            suffix = torch.tensor([[random.randint(3, VOCAB_SIZE - 1) for _ in range(random.randint(1, 12))]])
+            prompts.append(torch.cat([prefix, suffix], dim=1))
+        inputs = padded(prompts)
         before = radix.counts.num_cached_tokens
         out = radix.generate(**inputs, **GREEDY)
         num_hits += radix.counts.num_cached_tokens > before
         assert same(out, model.generate(**inputs, **GREEDY))
-        known += [
-            row[inputs["input_ids"].shape[1] - each.shape[1] :][None]
-            for row, each in zip(out.sequences, rows, strict=True)
-        ]
-        known = [each for each in known[-8:] if each.shape[1] < 150]
+        for row, tokens in zip(out.sequences, prompts, strict=True):
+            num_padding = inputs["input_ids"].shape[1] - tokens.shape[1]
+            sequences.append(row[num_padding:][None])
+        sequences = [sequence for sequence in sequences[-8:] if sequence.shape[1] < 150]
         assert radix.counts.num_used_blocks <= capacity_tokens // 4
     assert num_hits > 9
     assert (radix.counts.num_evicted_blocks > 0) is (capacity_tokens == 160)
@@ -139,16 +139,17 @@ def test_a_cache_that_is_passed_to_generate_publishes_whole_blocks_without_being
 
 
 def test_generated_tokens_are_read_from_the_device_once_per_block(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[tuple[int, ...]] = []
+    copied_shapes: list[tuple[int, ...]] = []
 
-    def counted(input_ids: torch.Tensor) -> np.ndarray[Any, Any]:
-        sizes.append(tuple(input_ids.shape))
+    def recorded_copy(input_ids: torch.Tensor) -> np.ndarray[Any, Any]:
+        copied_shapes.append(tuple(input_ids.shape))
         return input_ids.numpy().astype(np.uint32)
 
-    monkeypatch.setattr(prompt_cache, "_copy_to_host", counted)
+    monkeypatch.setattr(prompt_cache, "_copy_to_host", recorded_copy)
     radix, ids = RadixCache(llama, 1024, block_size=8), prompt(1, 20)
     radix.generate(ids, **GREEDY | {"max_new_tokens": 22})
-    assert sizes == [(1, 20), (1, 20), (1, 4), (1, 8), (1, 8), (1, 1)], "the prompt is verified, and then published"
+    # The prompt is read twice, to verify it and to publish it. Of the 21 new tokens with K/V, 4 fill its last block.
+    assert copied_shapes == [(1, 20), (1, 20), (1, 4), (1, 8), (1, 8), (1, 1)]
 
 
 def test_tokens_are_published_although_the_caller_overwrites_its_tensor(llama: Any) -> None:
@@ -188,10 +189,10 @@ def test_a_padded_batch_reuses_what_ends_at_the_same_position_in_all_rows(kind: 
     radix.generate(prompt(1, 40), **GREEDY)
     inputs = padded([torch.cat([prompt(1, 40), prompt(5, length)], dim=1) for length in (2, 9, 30)])
     expected = model.generate(**inputs, **GREEDY)
-    with counted(model) as sizes:
+    with record_forward_sizes(model) as sizes:
         assert same(radix.generate(**inputs, **GREEDY), expected)
     assert sizes[0] == 3 * 30, "the longest row computes 30 tokens, and the others as many"
-    with counted(model) as sizes:
+    with record_forward_sizes(model) as sizes:
         assert same(radix.generate(**inputs, **GREEDY), expected)
     assert sizes[0] == 3
     alone = radix.cache_for(torch.cat([prompt(1, 40), prompt(5, 9)], dim=1))
@@ -220,9 +221,12 @@ def test_other_ways_to_generate_give_the_tokens_of_generate(kind: str, options: 
         expected = model.generate(ids, max_new_tokens=12, **options)
         torch.manual_seed(1)
         assert torch.equal(radix.generate(ids, max_new_tokens=12, **options), expected)
+    # The second prompt continues the first one, of 41 + 9 tokens; the third one equals the second one, of 53 tokens.
     assert radix.counts.num_cached_tokens == 50 + 52
-    plain = radix.generate(expected[:1], **GREEDY)
-    assert same(plain, model.generate(expected[:1], **GREEDY)), "what was published is right"
+    greedy = radix.generate(expected[:1], **GREEDY)
+    assert same(greedy, model.generate(expected[:1], **GREEDY)), (
+        "the published tokens of the first answer have the right K/V"
+    )
 
 
 def test_options_of_the_model_apply_unless_the_call_has_others(llama: Any) -> None:
@@ -247,7 +251,7 @@ def test_assisted_decoding_is_refused_since_it_does_not_continue_a_cache(llama: 
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_cropped_tokens_are_replaced(kind: str) -> None:
+def test_tokens_after_a_crop_replace_the_cropped_ones(kind: str) -> None:
     model = model_of(KINDS[kind])
     radix, ids = RadixCache(model, 1024, block_size=4), prompt(1, 41)
     with radix.cache_for(ids) as cache, torch.no_grad():
@@ -281,7 +285,7 @@ def test_a_crop_to_tokens_whose_window_is_missing_is_refused() -> None:
         assert close(forward(model, cache, ids[:, -1:]).logits[:, -1], model(ids).logits[:, -1])
 
 
-def test_sampled_branches_are_published_each(llama: Any) -> None:
+def test_each_sampled_branch_is_published(llama: Any) -> None:
     radix = RadixCache(llama, 1024, block_size=4)
     out = radix.generate(prompt(1, 20), do_sample=True, num_return_sequences=4, max_new_tokens=9)
     assert len({tuple(row) for row in out.tolist()}) == 4
@@ -290,37 +294,37 @@ def test_sampled_branches_are_published_each(llama: Any) -> None:
 
 
 def test_a_prompt_of_several_completions_is_published_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[tuple[int, int]] = []
+    written_ranges: list[tuple[int, int]] = []
     write = KVSlots.write
 
-    def counted(slots: KVSlots, block_ids: Any, start: int, end: int, kv: Any) -> None:
-        written.append((start, end))
+    def recorded_write(slots: KVSlots, block_ids: Any, start: int, end: int, kv: Any) -> None:
+        written_ranges.append((start, end))
         write(slots, block_ids, start, end, kv)
 
-    monkeypatch.setattr(KVSlots, "write", counted)
+    monkeypatch.setattr(KVSlots, "write", recorded_write)
     radix = RadixCache(llama, 1024, block_size=4)
     radix.generate(prompt(1, 22), num_return_sequences=3, do_sample=True, max_new_tokens=1)
-    assert written == [(0, 22)]
+    assert written_ranges == [(0, 22)]
 
 
-@pytest.mark.parametrize("other", [{"tenant": "acme"}, {"salt": "one"}])
-def test_nothing_is_shared_between_tenants_or_salts(llama: Any, other: dict[str, str]) -> None:
+@pytest.mark.parametrize("owner", [{"tenant": "acme"}, {"salt": "one"}], ids=str)
+def test_nothing_is_shared_between_tenants_or_salts(llama: Any, owner: dict[str, str]) -> None:
     radix, ids = RadixCache(llama, 1024), prompt(1, 30)
     radix.generate(ids, **GREEDY)
     assert radix.cache_for(ids).num_cached_tokens == (29,)
-    assert radix.cache_for(ids, **other).num_cached_tokens == (0,)
-    radix.generate(ids, **other, **GREEDY)
-    radix.clear(**other)
-    assert radix.cache_for(ids, **other).num_cached_tokens == (0,)
+    assert radix.cache_for(ids, **owner).num_cached_tokens == (0,)
+    radix.generate(ids, **owner, **GREEDY)
+    radix.clear(**owner)
+    assert radix.cache_for(ids, **owner).num_cached_tokens == (0,)
     assert radix.cache_for(ids).num_cached_tokens == (29,)
 
 
-def halve(model: Any) -> None:
+def halve_weight_in_place(model: Any) -> None:
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(0.5)
 
 
-def replace(model: Any) -> None:
+def replace_parameter(model: Any) -> None:
     layer = model.model.layers[0].self_attn.k_proj
     layer.weight = torch.nn.Parameter(layer.weight.detach() * 0.5)
 
@@ -329,16 +333,18 @@ def double_buffer(model: Any) -> None:
     model.model.layers[0].self_attn.k_proj.scale.mul_(2)
 
 
-def load(model: Any) -> None:
+def load_other_weights(model: Any) -> None:
     model.load_state_dict(model_of(KINDS["llama"], seed=5).state_dict(), strict=False)
 
 
-def convert(model: Any) -> None:
+def convert_to_bfloat16(model: Any) -> None:
     model.to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("change", [halve, double_buffer, replace, load, convert])
-def test_changed_weights_drop_everything(llama: Any, change: Any) -> None:
+@pytest.mark.parametrize(
+    "change", [halve_weight_in_place, double_buffer, replace_parameter, load_other_weights, convert_to_bfloat16]
+)
+def test_changed_weights_clear_the_cache(llama: Any, change: Any) -> None:
     layer = llama.model.layers[0].self_attn.k_proj
     layer.register_buffer("scale", torch.tensor(1.0))  # quantized layers have such buffers
     layer.register_forward_hook(lambda layer, _, output: output * layer.scale)
@@ -352,34 +358,34 @@ def test_changed_weights_drop_everything(llama: Any, change: Any) -> None:
 
 def test_what_was_reused_before_a_change_is_not_published_after_it(llama: Any) -> None:
     radix, ids = RadixCache(llama, 1024), prompt(1, 30)
-    for change in (halve, lambda _: radix.clear()):
+    for change in (halve_weight_in_place, lambda _: radix.clear()):
         radix.generate(ids, **GREEDY)
-        begun = radix.cache_for(ids)
-        assert begun.num_cached_tokens == (29,)
+        earlier_cache = radix.cache_for(ids)
+        assert earlier_cache.num_cached_tokens == (29,)
         change(llama)
         radix.generate(prompt(2, 30), **GREEDY)
-        forward(llama, begun, ids[:, -1:])
+        forward(llama, earlier_cache, ids[:, -1:])
         assert radix.cache_for(ids).num_cached_tokens == (0,)
 
 
-@pytest.mark.parametrize("names", [{}, {"tenant": "acme"}, {"salt": "one"}, {"tenant": "acme", "salt": "one"}], ids=str)
-def test_a_generation_that_began_before_a_clear_publishes_nothing_after_it(llama: Any, names: dict[str, str]) -> None:
+@pytest.mark.parametrize("owner", [{}, {"tenant": "acme"}, {"salt": "one"}, {"tenant": "acme", "salt": "one"}], ids=str)
+def test_a_generation_that_began_before_a_clear_publishes_nothing_after_it(llama: Any, owner: dict[str, str]) -> None:
     radix, ids = RadixCache(llama, 1024, block_size=4), prompt(1, 30)
 
     def clear(input_ids: torch.Tensor, _: object, **__: object) -> torch.Tensor:
         if input_ids.shape[1] == 36:  # six tokens were generated, and four of them published
-            assert radix.cache_for(input_ids, **names).num_cached_tokens == (32,)
-            radix.clear(**names)
+            assert radix.cache_for(input_ids, **owner).num_cached_tokens == (32,)
+            radix.clear(**owner)
         return torch.zeros(1, dtype=torch.bool)
 
-    with radix.cache_for(ids, **names) as unused:
+    with radix.cache_for(ids, **owner) as earlier_cache:
         options = GREEDY | {"max_new_tokens": 20, "stopping_criteria": StoppingCriteriaList([clear])}
-        answer = radix.generate(ids, **names, **options).sequences
-        assert radix.cache_for(answer, **names).num_cached_tokens == (0,)
-        llama.generate(ids, **{cache_name(llama): unused}, **GREEDY)
-    assert radix.cache_for(answer, **names).num_cached_tokens == (0,), "it was created before the clear"
-    radix.generate(ids, **names, **GREEDY)
-    assert radix.cache_for(answer, **names).num_cached_tokens == (37,)
+        answer = radix.generate(ids, **owner, **options).sequences
+        assert radix.cache_for(answer, **owner).num_cached_tokens == (0,)
+        llama.generate(ids, **{cache_name(llama): earlier_cache}, **GREEDY)
+    assert radix.cache_for(answer, **owner).num_cached_tokens == (0,), "the cache was created before the clear"
+    radix.generate(ids, **owner, **GREEDY)
+    assert radix.cache_for(answer, **owner).num_cached_tokens == (37,)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
@@ -396,9 +402,9 @@ def test_active_lora_adapters_share_nothing_with_others(llama: Any) -> None:
         assert same(radix.generate(ids, **GREEDY), llama.generate(ids, **GREEDY))
     assert radix.cache_for(ids).num_cached_tokens == (29,)
     longer = torch.cat([ids, prompt(3, 5)], dim=1)
-    begun = radix.cache_for(longer)
+    earlier_cache = radix.cache_for(longer)
     with wrapped.disable_adapter(), pytest.raises(InvalidRequest, match="expected the LoRA adapters that were active"):
-        llama.generate(longer, **{cache_name(llama): begun}, **GREEDY)
+        llama.generate(longer, **{cache_name(llama): earlier_cache}, **GREEDY)
     assert radix.cache_for(longer).num_cached_tokens == (30,), "what other adapters compute is not published"
 
 
@@ -471,8 +477,8 @@ def test_blocks_written_in_inference_mode_can_be_used_outside_of_it(llama: Any) 
 def test_several_threads_get_the_answers_of_generate() -> None:
     model = model_of(KINDS["gemma3"])
     radix = RadixCache(model, 256, block_size=4)
-    assert wrong_answers_to_threads(radix, model) == []
-    assert radix.counts.num_prompts == 27
+    assert generate_in_threads(radix, model) == []
+    assert radix.counts.num_prompts == 3 * 9
 
 
 def test_two_caches_of_one_model_are_separate(llama: Any) -> None:
@@ -494,20 +500,20 @@ def test_a_closed_cache_frees_its_memory_and_leaves_the_model_as_it_was(llama: A
         radix.generate(prompt(1, 30), **GREEDY)
 
 
-def test_a_generation_fails_whose_radix_cache_is_closed_meanwhile(llama: Any) -> None:
+def test_a_generation_fails_if_its_radix_cache_is_closed_meanwhile(llama: Any) -> None:
     radix = RadixCache(llama, 1024)
 
-    def close(*_: object, **__: object) -> torch.Tensor:
+    def close_radix(*_: object, **__: object) -> torch.Tensor:
         radix.close()
         return torch.zeros(1, dtype=torch.bool)
 
     with pytest.raises(InvalidRequest, match="or one after the RadixCache was closed"):
-        radix.generate(prompt(1, 30), stopping_criteria=StoppingCriteriaList([close]), **GREEDY)
+        radix.generate(prompt(1, 30), stopping_criteria=StoppingCriteriaList([close_radix]), **GREEDY)
     assert radix.num_bytes == 0
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("make_model", "message"),
     [
         (lambda: model_of(small_config("lfm2")), "Lfm2ForCausalLM: .*got LinearAttentionLayer"),
         (lambda: model_of(MambaConfig(**{**SHAPE, "num_hidden_layers": 1})), "MambaForCausalLM: .*recurrent states"),
@@ -518,9 +524,9 @@ def test_a_generation_fails_whose_radix_cache_is_closed_meanwhile(llama: Any) ->
     ],
     ids=["short convolutions", "state space", "indexer", "mpt", "encoder-decoder", "another module"],
 )
-def test_models_with_other_states_are_refused_by_name(model: Any, message: str) -> None:
+def test_models_with_other_states_are_refused_by_name(make_model: Any, message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
-        RadixCache(model())
+        RadixCache(make_model())
 
 
 def test_a_model_whose_rope_depends_on_the_length_is_limited_to_shorter_prompts() -> None:
@@ -588,9 +594,9 @@ def test_forward_passes_that_do_not_continue_the_cache_are_refused(llama: Any) -
         llama.generate(longer, num_beams=2, max_new_tokens=2, **{cache_name(llama): radix.cache_for(longer)})
     with pytest.raises(InvalidRequest, match="one of another model or of a part of it"):
         forward(model_of(KINDS["llama"]), radix.cache_for(longer), longer)
-    stranger = model_of(KINDS["llama"])
-    with RadixCache(stranger), pytest.raises(InvalidRequest, match="belongs to another model"):
-        forward(stranger, radix.cache_for(longer), longer)
+    other_model = model_of(KINDS["llama"])
+    with RadixCache(other_model), pytest.raises(InvalidRequest, match="belongs to another model"):
+        forward(other_model, radix.cache_for(longer), longer)
     suffix = longer[:, 20:]
     for options, message in (
         ({"position_ids": torch.arange(6)[None]}, "position_ids: expected those of each token"),
@@ -648,7 +654,7 @@ def test_model_types_give_the_tokens_of_generate_or_are_refused(model_type: str)
     assert radix.counts.num_cached_tokens == 60
 
 
-# Besides models with recurrent states.
+# Model types that are refused, besides those whose states transformers marks as recurrent (`_is_stateful`).
 REFUSED = {
     "deepseek_v32",
     "dots3_note_text",

@@ -1,3 +1,5 @@
+"""Checkpoints are read as `radixkv plan` needs them: the shape of their K/V, states, windows and weights."""
+
 import json
 from pathlib import Path
 
@@ -24,7 +26,7 @@ LLAMA_3_8B = {
 QWEN_3_0_6B = {
     "model_type": "qwen3",
     "head_dim": 128,
-    "hidden_size": 1024,  # 64 a head: head_dim must win
+    "hidden_size": 1024,  # 64 per head, but `head_dim` takes precedence
     "num_attention_heads": 16,
     "num_hidden_layers": 28,
     "num_key_value_heads": 8,
@@ -45,7 +47,7 @@ GEMMA_2_9B = {
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
-    "head_dim": 64,  # newer files; it is that of the rotary key
+    "head_dim": 64,  # only newer files have this key; the value is that of `qk_rope_head_dim`
     "kv_lora_rank": 512,
     "num_attention_heads": 128,
     "num_hidden_layers": 61,
@@ -55,8 +57,6 @@ DEEPSEEK_V3 = {
     "v_head_dim": 128,
     "torch_dtype": "bfloat16",
 }
-
-
 LFM2_1_2B = {
     "model_type": "lfm2",
     "conv_L_cache": 3,
@@ -87,6 +87,7 @@ def refusal_of(path):
         (QWEN_3_0_6B, Checkpoint(28, 16, 8, 128, dtype="bf16")),
         (GEMMA_2_9B, Checkpoint(42, 16, 8, 256, dtype="fp32", window=4096, num_windowed_layers=21)),
         (DEEPSEEK_V3, Checkpoint(61, 128, 128, 128, mla_rank=512, rope_dim=64, dtype="bf16")),
+        # Each of the ten convolutions keeps its last two inputs in bf16.
         (LFM2_1_2B, Checkpoint(6, 32, 8, 64, dtype="bf16", state_bytes=10 * 2 * 2048 * 2)),
     ],
     ids=["llama", "qwen3", "gemma2", "deepseek", "lfm2"],
@@ -96,10 +97,11 @@ def test_a_config_is_read(tmp_path, fields, expected):
     assert read_checkpoint(str(tmp_path / "config.json")) == expected
 
 
-def test_a_state_is_what_the_model_keeps(tmp_path):
-    """Also where config.json names each layer."""
+def test_the_state_has_the_size_that_the_model_allocates(tmp_path):
+    """This config.json lists the kind of each layer in `layer_types`, where that of LFM2 1.2B has `full_attn_idxs`."""
     directory = write_checkpoint(small_config("lfm2"), tmp_path)
-    model, checkpoint = load_model(ModelConfig(path=str(directory), device="cpu")), read_checkpoint(directory)
+    model = load_model(ModelConfig(path=str(directory), device="cpu"))
+    checkpoint = read_checkpoint(directory)
     assert model.state_shape is not None
     assert checkpoint.state_bytes == model.state_shape.slot_bytes
     assert checkpoint.num_layers == model.kv_shape.num_layers
@@ -119,7 +121,7 @@ def test_a_wrong_field_of_short_convolutions_is_named(tmp_path, change, words):
     assert message.startswith(f"{tmp_path / 'config.json'}: {words}")
 
 
-def test_gpt2_has_names_of_its_own(tmp_path):
+def test_the_keys_of_gpt2_are_understood(tmp_path):
     write_config(tmp_path, {"n_layer": 12, "n_head": 12, "n_embd": 768})
     assert read_checkpoint(tmp_path) == Checkpoint(12, 12, 12, 64)
 
@@ -129,10 +131,10 @@ def test_without_kv_heads_every_query_head_has_one(tmp_path):
     assert read_checkpoint(tmp_path).num_kv_heads == 32
 
 
-@pytest.mark.parametrize(("is_new", "heads"), [(False, 1), (True, 8)])
-def test_falcon_says_multi_query(tmp_path, is_new, heads):
+@pytest.mark.parametrize(("is_new", "num_kv_heads"), [(False, 1), (True, 8)], ids=["old", "new decoder architecture"])
+def test_multi_query_of_falcon_means_one_kv_head_except_in_the_new_architecture(tmp_path, is_new, num_kv_heads):
     fields = {"multi_query": True, "new_decoder_architecture": is_new, "num_kv_heads": 8, "num_attention_heads": 64}
-    assert read_checkpoint(write_config(tmp_path, fields)).num_kv_heads == heads
+    assert read_checkpoint(write_config(tmp_path, fields)).num_kv_heads == num_kv_heads
 
 
 def test_the_text_part_of_a_multimodal_model_is_read(tmp_path):
@@ -141,7 +143,7 @@ def test_the_text_part_of_a_multimodal_model_is_read(tmp_path):
     assert read_checkpoint(tmp_path) == Checkpoint(32, 32, 8, 128, dtype="fp16")
 
 
-def test_what_a_config_leaves_out_is_unknown(tmp_path):
+def test_missing_keys_are_unknown_values(tmp_path):
     write_config(tmp_path, {"text_config": {"hidden_size": 2560, "num_hidden_layers": 34, "qk_rope_head_dim": 64}})
     assert read_checkpoint(tmp_path) == Checkpoint(num_layers=34)
 
@@ -156,7 +158,7 @@ def test_what_a_config_leaves_out_is_unknown(tmp_path):
         ({"dtype": "float16", "text_config": {"dtype": "float32"}}, "fp32"),
     ],
 )
-def test_the_dtype_is_that_of_the_text_part_and_its_newer_name(tmp_path, fields, dtype):
+def test_the_dtype_of_the_text_part_and_the_newer_key_take_precedence(tmp_path, fields, dtype):
     assert read_checkpoint(write_config(tmp_path, fields)).dtype == dtype
 
 
@@ -183,7 +185,7 @@ def test_a_wrong_field_is_named(tmp_path, change, words):
     assert message.startswith(f"{tmp_path / 'config.json'}: {words}")
 
 
-def test_layers_that_share_nothing_are_equal(tmp_path):
+def test_zero_shared_layers_are_accepted(tmp_path):
     assert read_checkpoint(write_config(tmp_path, LLAMA_3_8B | {"num_kv_shared_layers": 0})).num_layers == 32
 
 
@@ -207,7 +209,7 @@ def test_a_path_without_a_config_is_refused(tmp_path, name):
     assert message.endswith("No such file or directory")
 
 
-def test_weights_are_what_the_index_says(tmp_path):
+def test_the_size_of_the_weights_is_read_from_the_index(tmp_path):
     write_config(tmp_path, LLAMA_3_8B)
     (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 16060522496}}')
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"12345")
@@ -217,7 +219,7 @@ def test_weights_are_what_the_index_says(tmp_path):
 @pytest.mark.parametrize(
     "metadata", ["{}", '{"total_size": "many"}', '{"total_size": NaN}', '{"total_size": Infinity}', "null"]
 )
-def test_an_index_without_a_size_leaves_the_files(tmp_path, metadata):
+def test_without_a_size_in_the_index_the_files_are_counted(tmp_path, metadata):
     write_config(tmp_path, LLAMA_3_8B)
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"metadata": {metadata}}}')
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"12345")
@@ -232,13 +234,13 @@ def test_the_same_weights_in_another_format_count_once(tmp_path):
     assert read_checkpoint(tmp_path).weights_bytes == 5
 
 
-def test_weights_of_another_name_count(tmp_path):
+def test_weight_files_with_another_name_are_counted(tmp_path):
     write_config(tmp_path, LLAMA_3_8B)
     (tmp_path / "weights.safetensors").write_bytes(b"12345")
     assert read_checkpoint(tmp_path).weights_bytes == 5
 
 
-def test_no_weights_are_unknown_weights(tmp_path):
+def test_without_weight_files_the_size_is_unknown(tmp_path):
     assert read_checkpoint(write_config(tmp_path, LLAMA_3_8B)).weights_bytes is None
 
 
@@ -250,21 +252,22 @@ def test_checkpoints_that_transformers_writes_are_read_as_they_are_loaded(tmp_pa
 
     for name, config in CONFIGS.items():
         directory = write_checkpoint(config, tmp_path / name)
-        known = read_checkpoint(directory)
-        layout = HeadKV(known.num_layers, known.num_kv_heads, known.head_dim, known.num_query_heads)
+        read = read_checkpoint(directory)
+        layout = HeadKV(read.num_layers, read.num_kv_heads, read.head_dim, read.num_query_heads)
         model = load_model(ModelConfig(path=str(directory), device="cpu"))
-        assert layout.token_bytes(KVFormat(known.dtype)) == model.kv_shape.token_bytes, name
-        assert known.weights_bytes == model.num_parameters * model.kv_shape.dtype.itemsize, name
+        assert layout.token_bytes(KVFormat(read.dtype)) == model.kv_shape.token_bytes, name
+        assert read.weights_bytes == model.num_parameters * model.kv_shape.dtype.itemsize, name
 
 
 @pytest.mark.parametrize("model_type", ["gemma4_text", "mimo_v2_flash"])
 def test_a_plan_of_two_shapes_counts_what_the_pools_of_the_model_take(tmp_path, model_type):
     write_checkpoint(small_config(model_type), tmp_path, max_shard_size="10MB")
     planned = read_checkpoint(tmp_path)
-    num_others = planned.num_layers - planned.sliding.num_layers
-    layout = MixedKV(planned.sliding, HeadKV(num_others, planned.num_kv_heads, planned.head_dim))
+    num_full_layers = planned.num_layers - planned.sliding.num_layers
+    layout = MixedKV(planned.sliding, HeadKV(num_full_layers, planned.num_kv_heads, planned.head_dim))
     model = load_model(ModelConfig(path=str(tmp_path), device="cpu", exactness="fast"))
-    assert planned.num_windowed_layers == planned.sliding.num_layers == sum(map(bool, model.windows))
+    assert planned.num_windowed_layers == planned.sliding.num_layers
+    assert planned.num_windowed_layers == sum(window is not None for window in model.windows)
     assert layout.token_bytes(KVFormat("fp32")) == model.kv_shape.token_bytes
 
 
@@ -284,14 +287,15 @@ GEMMA_4_26B = {
 }
 
 
-def test_other_heads_of_sliding_layers_are_read(tmp_path):
-    known = read_checkpoint(write_config(tmp_path, GEMMA_4_26B))
-    assert (known.num_kv_heads, known.head_dim, known.sliding) == (2, 512, HeadKV(25, 8, 256, 16))
-    known = read_checkpoint(write_config(tmp_path, GEMMA_4_26B | {"attention_k_eq_v": False, "global_head_dim": 256}))
-    assert (known.num_kv_heads, known.head_dim, known.sliding) == (8, 256, None)
-    overrides = {str(layer): {"head_dim": 512, "num_key_value_heads": 2} for layer in range(5, 30, 6)}
-    known = read_checkpoint(write_config(tmp_path, GEMMA_4_26B | {"per_layer_config": overrides}))
-    assert (known.num_kv_heads, known.head_dim, known.sliding) == (2, 512, HeadKV(25, 8, 256, 16))
+def test_the_heads_of_sliding_layers_are_read_if_they_differ(tmp_path):
+    read = read_checkpoint(write_config(tmp_path, GEMMA_4_26B))
+    assert (read.num_kv_heads, read.head_dim, read.sliding) == (2, 512, HeadKV(25, 8, 256, 16))
+    read = read_checkpoint(write_config(tmp_path, GEMMA_4_26B | {"attention_k_eq_v": False, "global_head_dim": 256}))
+    assert (read.num_kv_heads, read.head_dim, read.sliding) == (8, 256, None)
+    full_layers = range(5, 30, 6)
+    overrides = {str(layer): {"head_dim": 512, "num_key_value_heads": 2} for layer in full_layers}
+    read = read_checkpoint(write_config(tmp_path, GEMMA_4_26B | {"per_layer_config": overrides}))
+    assert (read.num_kv_heads, read.head_dim, read.sliding) == (2, 512, HeadKV(25, 8, 256, 16))
 
 
 @pytest.mark.parametrize(
@@ -315,9 +319,11 @@ def test_a_plan_of_latents_counts_what_the_pool_of_the_model_takes(tmp_path, mod
     layout = LatentKV(planned.num_layers, planned.mla_rank, planned.rope_dim)
     shape = load_model(ModelConfig(path=str(tmp_path), device="cpu", exactness="fast")).kv_shape.stored_as(kv_dtype)
     storage = KVStorage(3, 16, shape, torch.device("cpu"))
-    num_layers = 4 if model_type == "longcat_flash" else 3
+    num_layers = 4 if model_type == "longcat_flash" else 3  # each of its two layers attends twice
     assert storage.block_bytes == storage.pool.blocks.nbytes // 3 == 16 * layout.token_bytes(shape.format)
-    assert storage.block_bytes == 16 * num_layers * ((16 + 8) * 4 if kv_dtype == "auto" else 16 + 8 + 4)
+    # A latent has 16 numbers and its rotary key 8: 4 bytes each in float32, or 1 byte each and a scale of 4 bytes.
+    latent_bytes = (16 + 8) * 4 if kv_dtype == "auto" else 16 + 8 + 4
+    assert storage.block_bytes == 16 * num_layers * latent_bytes
 
 
 @pytest.mark.parametrize(
@@ -330,7 +336,7 @@ def test_a_plan_of_latents_counts_what_the_pool_of_the_model_takes(tmp_path, mod
         ({"sliding_window": 4096, "use_sliding_window": False}, (None, 0)),
     ],
 )
-def test_windowed_layers_are_counted_where_the_file_names_them(
+def test_windowed_layers_are_counted_if_the_config_says_which_they_are(
     tmp_path: Path, fields: dict[str, object], expected: tuple[int | None, int]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 32, **fields}))
@@ -338,7 +344,7 @@ def test_windowed_layers_are_counted_where_the_file_names_them(
     assert (checkpoint.window, checkpoint.num_windowed_layers) == expected
 
 
-def test_a_name_that_is_too_long_is_no_model():
+def test_a_path_that_is_too_long_is_refused():
     with pytest.raises(ConfigError, match=r"^model: expected a directory with a config\.json, or such a file, got nnn"):
         read_checkpoint(5000 * "n")
 

@@ -13,16 +13,17 @@ from radixkv.planning.time_model import LoadTime, TimeModel
 from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest
 
 BLOCK_LOAD_S = 0.064
-TIMES = TimeModel(1000, 0.001, tiers={"host": LoadTime(TOKENS_PER_ID * 1000 / BLOCK_LOAD_S)})
+TIMES = TimeModel(token_bytes=1000, token_s=0.001, tiers={"host": LoadTime(TOKENS_PER_ID * 1000 / BLOCK_LOAD_S)})
 
 
-def request(at_s: float, *ids: int, session: str = "", awaits: Awaits = Awaits.UNKNOWN) -> TraceRequest:
-    return TraceRequest(at_s * 1000, len(ids) * TOKENS_PER_ID, 1, ids, session=session, awaits=awaits)
+def request(timestamp_s: float, *ids: int, session: str = "", awaits: Awaits = Awaits.UNKNOWN) -> TraceRequest:
+    return TraceRequest(timestamp_s * 1000, len(ids) * TOKENS_PER_ID, 1, ids, session=session, awaits=awaits)
 
 
 def replay(
     requests: list[TraceRequest], num_blocks: int, hints: str = STOP, times: TimeModel = TIMES
 ) -> tuple[Simulation, Latency]:
+    """Simulate a device of `num_blocks` blocks above host memory without a bound."""
     done = simulate(
         requests,
         policy="lru",
@@ -35,13 +36,15 @@ def replay(
     return done, done.latency
 
 
-def test_a_request_waits_for_its_blocks() -> None:
+def test_a_request_waits_until_its_blocks_are_loaded() -> None:
     done, latency = replay([request(0, 1, 2, 3), request(100, 7, 8, 9), request(200, 1, 2, 3)], 3)
-    assert done.tiers[0].loaded_blocks == 2  # the last token is always computed
+    assert done.tiers[0].loaded_blocks == 2  # not the third block, since the last token is always computed
     assert latency.ttft_p50_s == pytest.approx(3 * 0.512)
-    only, latency = replay([request(0, 1, 2, 3), request(100, 7, 8, 9), *[request(200, 1, 2, 3)] * 8], 3)
-    assert only.tiers[0].cached_tokens == 2 * TOKENS_PER_ID
-    done, latency = replay([request(0, 1, 2, 3), request(9, 1, 2, 3), request(10, 1, 2, 3)], 4)
+    # Of eight equal requests, the first one loads the blocks for all.
+    done, _ = replay([request(0, 1, 2, 3), request(100, 7, 8, 9), *[request(200, 1, 2, 3)] * 8], 3)
+    assert done.tiers[0].cached_tokens == 2 * TOKENS_PER_ID
+    # Most of the requests find all blocks on the device, and compute one token.
+    _, latency = replay([request(0, 1, 2, 3), request(9, 1, 2, 3), request(10, 1, 2, 3)], 4)
     assert latency.ttft_p50_s == pytest.approx(0.001)
 
 
@@ -50,13 +53,15 @@ def test_loads_from_a_tier_follow_each_other() -> None:
     others = [request(50 + index, 90 + index) for index in range(6)]
     requests = [request(0, 1, 2, 3), request(1, 4, 5, 6), *others, request(200, 1, 2, 3), request(200, 4, 5, 6)]
     _, latency = replay(requests, 6)
-    first, second = 2 * BLOCK_LOAD_S + 0.512, 4 * BLOCK_LOAD_S + 0.512
-    expected = sorted([1.536, 1.536, *[0.512] * 6, first, second])
-    assert latency.ttft_p50_s == pytest.approx((expected[4] + expected[5]) / 2)
+    # Each of the two loads two blocks and computes the third one.
+    first_ttft_s, second_ttft_s = 2 * BLOCK_LOAD_S + 0.512, 4 * BLOCK_LOAD_S + 0.512
+    expected_s = sorted([1.536, 1.536, *[0.512] * 6, first_ttft_s, second_ttft_s])
+    assert latency.ttft_p50_s == pytest.approx((expected_s[4] + expected_s[5]) / 2)
     assert latency.ttft_p95_s == pytest.approx(1.536)
 
 
 TOOL = Awaits.TOOL
+# The second request evicts blocks of session `a`, which then returns with a longer prompt.
 RETURN = [
     request(0, 1, 2, 3, session="a", awaits=TOOL),
     request(1, 7, 8, 9),
@@ -81,7 +86,7 @@ def test_a_return_after_the_end_of_a_turn_is_not_counted() -> None:
 
 def test_sessions_are_loaded_ahead_one_after_the_other() -> None:
     """A request waits for at most one of the two sessions that are loaded ahead when it arrives."""
-    slow = replace(TIMES, tiers={"host": LoadTime(TOKENS_PER_ID * 1000 / 0.4)})
+    slow = replace(TIMES, tiers={"host": LoadTime(TOKENS_PER_ID * 1000 / 0.4)})  # 0.4 s per block
     requests = [
         request(0, 1, 2, session="a", awaits=TOOL),
         request(0, 3, 4, session="b", awaits=TOOL),
@@ -95,12 +100,14 @@ def test_sessions_are_loaded_ahead_one_after_the_other() -> None:
     assert latency.prefetched_tokens > 0
     assert latency.ready_share == 1
     assert done.tiers[0].cached_tokens == TOKENS_PER_ID
-    assert latency.ttft_p95_s < 0.8 + 0.4 + 0.512
+    # The two blocks of a session, the block of the request itself, and the block that the request computes.
+    assert latency.ttft_p95_s < 2 * 0.4 + 0.4 + 0.512
 
 
-def test_what_is_computed_faster_is_not_loaded() -> None:
-    slow = replace(TIMES, tiers={"host": LoadTime(TOKENS_PER_ID * 1000 / 5.0)})
-    requests = [request(100 * index, *((1, 2, 3) if index % 2 == 0 else (7, 8, 9))) for index in range(12)]
+def test_blocks_that_are_computed_faster_than_loaded_are_not_loaded() -> None:
+    slow = replace(TIMES, tiers={"host": LoadTime(TOKENS_PER_ID * 1000 / 5.0)})  # 5 s per block
+    prompts = [(1, 2, 3), (7, 8, 9)] * 6
+    requests = [request(100 * index, *ids) for index, ids in enumerate(prompts)]
     done, latency = replay(requests, 3, times=slow)
-    assert done.tiers[0].loaded_blocks == 2  # once, without a measurement
+    assert done.tiers[0].loaded_blocks == 2  # by one request, before the time of a load was measured
     assert latency.ttft_p50_s == pytest.approx(1.536)

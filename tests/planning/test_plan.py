@@ -51,7 +51,7 @@ def test_mha_gqa_mqa_of_32_query_heads_take_64_16_2_gib() -> None:
     assert sizes == {"MHA": 64 * GIB, "GQA": 16 * GIB, "MQA": 2 * GIB}
 
 
-def test_llama_3_70b_takes_327680_bytes_a_token() -> None:
+def test_llama_3_70b_takes_327680_bytes_per_token() -> None:
     token_bytes = LLAMA_70B.token_bytes(KVFormat("fp16"))
     assert token_bytes == 327_680
     assert [k * 1024 * token_bytes / GIB for k in (4, 32, 128)] == [1.25, 10, 40]
@@ -61,7 +61,7 @@ def test_70b_with_full_multi_head_attention_takes_335_gb_at_128000_tokens() -> N
     token_bytes = HeadKV(num_layers=80, num_kv_heads=64, head_dim=128).token_bytes(KVFormat("fp16"))
     assert token_bytes == 2_621_440
     assert round(128_000 * token_bytes / GB, 1) == 335.5
-    assert round(131_072 * token_bytes / GB, 1) == 343.6  # what 128k would be
+    assert round(131_072 * token_bytes / GB, 1) == 343.6  # with 128 * 1024 tokens
 
 
 def test_35_tokens_in_blocks_of_16_are_3_blocks_with_13_free() -> None:
@@ -85,10 +85,12 @@ def test_1000_requests_share_128_blocks_of_a_system_prompt() -> None:
 
 
 def test_cached_decoding_gives_the_outputs_of_naive_decoding_for_fewer_flops() -> None:
-    """One attention layer, prompt 256, 128 new tokens, hidden 128; 13.07x was measured on a laptop."""
+    """One attention layer, a prompt of 256 tokens, 128 new tokens, hidden size 128."""
     cost = DecodingCost(prompt_tokens=256, new_tokens=128, hidden_size=128)
-    assert cost.ratio > 13.07  # less overhead than time has
+    measured_speedup = 13.07  # of times on a laptop, which include overhead that the ratio of FLOPs leaves out
+    assert cost.ratio > measured_speedup
     layer = AttentionLayer(hidden_size=128)
+    # The last new token is an output only, so the layer has 127 inputs after the prompt.
     inputs = np.random.default_rng(0).standard_normal((256 + 127, 128)).astype(np.float32)
     naive, naive_flops = layer.decode_naive(inputs, 256), layer.take_flops()
     cached, cached_flops = layer.decode_cached(inputs, 256), layer.take_flops()
@@ -120,7 +122,7 @@ def test_scales_add_4_bytes_for_each_k_and_v_vector() -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
-def test_formats_of_16_bits_have_no_scales(name: str) -> None:
+def test_formats_of_16_bits_or_more_have_no_scales(name: str) -> None:
     with pytest.raises(ConfigError, match=f"scales: expected a dtype below 16 bits, got {name}"):
         KVFormat(name, has_scales=True)
 
@@ -134,7 +136,7 @@ def test_half_bytes_round_up_to_a_whole_byte() -> None:
     assert LatentKV(num_layers=1, rank=2, rope_dim=1).token_bytes(KVFormat("int4")) == 2
 
 
-def test_deepseek_v3_stores_70272_bytes_a_token() -> None:
+def test_deepseek_v3_stores_70272_bytes_per_token() -> None:
     latent = LatentKV(num_layers=61, rank=512, rope_dim=64)
     assert latent.token_bytes(BF16) == 70_272
     assert latent.token_bytes(KVFormat("fp8", has_scales=True)) == 61 * (512 + 64) + 61 * 4
@@ -154,12 +156,14 @@ def test_ranks_divide_the_kv_heads_until_each_has_one(tensor_parallel: int, head
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 6, 8, 12])
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
 def test_a_rank_stores_the_heads_that_its_query_heads_read(num_kv_heads: int, tensor_parallel: int) -> None:
-    query_heads = num_kv_heads * tensor_parallel
-    reads = [head // tensor_parallel for head in range(query_heads)]  # query head -> KV head
-    dealt = [set(reads[rank * num_kv_heads : (rank + 1) * num_kv_heads]) for rank in range(tensor_parallel)]
-    layout = HeadKV(1, num_kv_heads, 1, query_heads)
-    assert layout.rank_kv_heads(tensor_parallel) == max(map(len, dealt))
-    assert HeadKV(1, num_kv_heads, 1).rank_kv_heads(tensor_parallel) == max(map(len, dealt))
+    """There are `tensor_parallel` query heads per KV head, so each rank has `num_kv_heads` query heads."""
+    num_query_heads = num_kv_heads * tensor_parallel
+    max_heads_read = 0
+    for rank in range(tensor_parallel):
+        query_heads = range(rank * num_kv_heads, (rank + 1) * num_kv_heads)
+        max_heads_read = max(max_heads_read, len({query_head // tensor_parallel for query_head in query_heads}))
+    assert HeadKV(1, num_kv_heads, 1, num_query_heads).rank_kv_heads(tensor_parallel) == max_heads_read
+    assert HeadKV(1, num_kv_heads, 1).rank_kv_heads(tensor_parallel) == max_heads_read
 
 
 def test_ranks_must_divide_the_query_heads() -> None:
@@ -198,16 +202,16 @@ def test_heads_that_make_no_groups_have_no_gqa() -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "expected"), [(0, (0, 0, 0)), (1, (1, 1, 15)), (15, (1, 15, 1)), (16, (1, 16, 0)), (17, (2, 1, 15))]
 )
-def test_blocks_at_their_edges(num_tokens: int, expected: tuple[int, int, int]) -> None:
+def test_block_use_around_multiples_of_the_block_size(num_tokens: int, expected: tuple[int, int, int]) -> None:
     use = BlockUse(num_tokens, 16)
     assert (use.num_blocks, use.last_block_tokens, use.free_tokens) == expected
 
 
-def test_a_block_larger_than_the_prompt_wastes_the_rest() -> None:
+def test_a_block_larger_than_the_prompt_wastes_the_other_slots() -> None:
     assert BlockUse(num_tokens=5, block_size=64).free_tokens == 59
 
 
-def test_a_prefix_that_ends_in_a_block_is_computed_once_and_that_block_copied() -> None:
+def test_a_prefix_that_ends_inside_a_block_is_computed_once_and_each_request_copies_that_block() -> None:
     sharing = PrefixSharing(num_requests=10, prefix_tokens=35, block_size=16)
     assert (sharing.shared_blocks, sharing.num_blocks, sharing.num_blocks_unshared) == (2, 2 + 10, 30)
     assert (sharing.computed_tokens, sharing.computed_tokens_unshared) == (35, 350)
@@ -240,14 +244,15 @@ def test_a_user_that_fits_exactly_fits() -> None:
 @pytest.mark.parametrize(("prompt_tokens", "new_tokens"), [(1, 1), (1, 5), (7, 1), (5, 4)])
 def test_decoding_flops_are_those_of_the_steps(prompt_tokens: int, new_tokens: int) -> None:
     def step_flops(rows: int, keys: int) -> int:
-        projections, products = 4 * rows * 3 * 3, 2 * rows * keys * 3  # multiply-adds
-        return 2 * (projections + products)
+        projection_multiply_adds = 4 * rows * 3 * 3  # of queries, keys, values and outputs
+        attention_multiply_adds = 2 * rows * keys * 3  # scores, and weighted values
+        return 2 * (projection_multiply_adds + attention_multiply_adds)
 
     lengths = range(prompt_tokens, prompt_tokens + new_tokens)
     cost = DecodingCost(prompt_tokens, new_tokens, hidden_size=3)
     assert cost.naive_flops == sum(step_flops(length, length) for length in lengths)
-    first = step_flops(prompt_tokens, prompt_tokens)
-    assert cost.cached_flops == first + sum(step_flops(1, length) for length in lengths[1:])
+    prefill_flops = step_flops(prompt_tokens, prompt_tokens)
+    assert cost.cached_flops == prefill_flops + sum(step_flops(1, length) for length in lengths[1:])
 
 
 def test_decoding_one_token_gains_nothing() -> None:
@@ -299,10 +304,10 @@ def test_the_planner_agrees_with_the_embedded_model() -> None:
     from radixkv.model.loading import load_model
     from radixkv.storage.device_pool import KVStorage
 
-    own = load_model(ModelConfig(dtype="float32", device="cpu")).kv_shape
-    layout = HeadKV(own.num_layers, own.num_kv_heads, own.head_dim)
+    model_shape = load_model(ModelConfig(dtype="float32", device="cpu")).kv_shape
+    layout = HeadKV(model_shape.num_layers, model_shape.num_kv_heads, model_shape.head_dim)
     for kv_dtype, name in (("auto", "fp32"), ("bf16", "bf16"), ("fp8", "fp8"), ("int8", "int8"), ("k8v4", "k8v4")):
-        shape = own.stored_as(kv_dtype)
+        shape = model_shape.stored_as(kv_dtype)
         kv_format = KVFormat(name, has_scales=kv_dtype in ("fp8", "int8", "k8v4"))
         assert layout.token_bytes(kv_format) == shape.token_bytes
         storage = KVStorage(3, 16, shape, torch.device("cpu"))
@@ -318,36 +323,40 @@ class AttentionLayer:
         self._flops = 0
 
     def take_flops(self) -> int:
-        """The FLOPs of all products since the last call."""
+        """Return the FLOPs of all matmuls since the last call, and start counting from 0 again."""
         flops, self._flops = self._flops, 0
         return flops
 
     def decode_naive(self, inputs, prompt_tokens):
-        """The last output of every step; each step computes everything again."""
-        steps = range(prompt_tokens, len(inputs) + 1)
-        return np.stack([self._outputs(inputs[:end], *self._project(inputs[:end]))[-1] for end in steps])
+        """Return the last output of every step; each step computes keys, values and outputs of all inputs again."""
+        outputs = []
+        for end in range(prompt_tokens, len(inputs) + 1):
+            keys, values = self._project(inputs[:end])
+            outputs.append(self._attend(inputs[:end], keys, values)[-1])
+        return np.stack(outputs)
 
     def decode_cached(self, inputs, prompt_tokens):
-        """The same; keys and values are kept."""
+        """Return the last output of every step; each step reuses the keys and values of the steps before it."""
         keys, values = np.empty_like(inputs), np.empty_like(inputs)
         outputs, start = [], 0
         for end in range(prompt_tokens, len(inputs) + 1):
             keys[start:end], values[start:end] = self._project(inputs[start:end])
-            outputs.append(self._outputs(inputs[start:end], keys[:end], values[:end])[-1])
+            outputs.append(self._attend(inputs[start:end], keys[:end], values[:end])[-1])
             start = end
         return np.stack(outputs)
 
     def _project(self, rows):
-        return self._product(rows, self.to_key), self._product(rows, self.to_value)
+        return self._matmul(rows, self.to_key), self._matmul(rows, self.to_value)
 
-    def _outputs(self, rows, keys, values):
-        queries = self._product(rows, self.to_query)
-        scores = self._product(queries, keys.T) / np.sqrt(np.float32(keys.shape[1]))  # [num_rows, num_keys]
+    def _attend(self, rows, keys, values):
+        queries = self._matmul(rows, self.to_query)
+        scores = self._matmul(queries, keys.T) / np.sqrt(np.float32(keys.shape[1]))  # [num_rows, num_keys]
         is_future = np.arange(len(keys)) > np.arange(len(keys) - len(rows), len(keys))[:, None]
         scores[is_future] = -np.inf
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        return self._product(self._product(weights / weights.sum(axis=1, keepdims=True), values), self.to_output)
+        attended = self._matmul(weights / weights.sum(axis=1, keepdims=True), values)
+        return self._matmul(attended, self.to_output)
 
-    def _product(self, left, right):
+    def _matmul(self, left, right):
         self._flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
         return left @ right

@@ -45,8 +45,9 @@ def test_a_prompt_is_one_request(field: str) -> None:
 
 
 def test_times_are_those_of_the_record() -> None:
-    times = [next(text_requests(Record("", {"prompt": "a", **more}))).time_s for more in ({}, {"tstamp": 1.5e9})]
-    assert times == [None, 1.5e9]
+    for time_fields, time_s in (({}, None), ({"tstamp": 1.5e9}, 1.5e9)):
+        (request,) = text_requests(Record("f:1", {"prompt": "a", **time_fields}))
+        assert request.time_s == time_s
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,6 @@ def test_times_are_those_of_the_record() -> None:
         ),
     ],
 )
-def test_what_has_no_text_is_refused(value: Any, message: str) -> None:
+def test_a_record_without_text_is_refused(value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         requests_of(value)

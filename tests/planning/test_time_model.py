@@ -1,4 +1,4 @@
-"""Time models in files."""
+"""Time models: their files, the times that they predict, and fits to measured times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ import pytest
 from radixkv.errors import ConfigError
 from radixkv.planning.time_model import LoadTime, MeasuredPrefill, TimeModel
 
-MODEL = TimeModel(1536, 1e-4, 1e-9, 0.002, {"host": LoadTime(5e9, 1e-4), "disk": LoadTime(1e9)})
+MODEL = TimeModel(
+    token_bytes=1536,
+    token_s=1e-4,
+    position_s=1e-9,
+    start_s=0.002,
+    tiers={"host": LoadTime(bytes_per_s=5e9, latency_s=1e-4), "disk": LoadTime(bytes_per_s=1e9)},
+)
 
 
 def test_a_model_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -50,7 +56,7 @@ def test_a_load_takes_the_time_of_its_tier() -> None:
         ({"tiers": {"host": {"gb_s": 1}}}, "tiers.host.gb_s: expected one of bytes_per_s, latency_s"),
     ],
 )
-def test_a_model_that_is_wrong_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_an_invalid_model_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = tmp_path / "times.json"
     MODEL.write(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -67,8 +73,8 @@ def test_a_file_without_a_model_is_refused(tmp_path: Path, text: str | None) -> 
         TimeModel.read(path)
 
 
-def measured_with(model: TimeModel, num_prefills: int) -> Iterator[MeasuredPrefill]:
-    """Yield prefills of different lengths, some after loads, with the times of a model."""
+def prefills_of(model: TimeModel, num_prefills: int) -> Iterator[MeasuredPrefill]:
+    """Yield prefills of random lengths, some after loads from the host tier, with the times that a model predicts."""
     random = Random(1)
     for _ in range(num_prefills):
         start, length = random.randrange(0, 4096, 64), random.randint(1, 1000)
@@ -79,18 +85,18 @@ def measured_with(model: TimeModel, num_prefills: int) -> Iterator[MeasuredPrefi
 
 
 def test_a_fit_finds_the_model_of_exact_times() -> None:
-    model = TimeModel(1000, 1e-4, 2e-8, 0.01, {"host": LoadTime(1e8, 0.002)})
-    fitted = TimeModel.fit(list(measured_with(model, 300)), token_bytes=1000)
-    numbers = (fitted.token_s, fitted.position_s, fitted.start_s)
-    assert numbers == pytest.approx((1e-4, 2e-8, 0.01), rel=1e-6)
+    host = LoadTime(bytes_per_s=1e8, latency_s=0.002)
+    model = TimeModel(token_bytes=1000, token_s=1e-4, position_s=2e-8, start_s=0.01, tiers={"host": host})
+    fitted = TimeModel.fit(list(prefills_of(model, 300)), token_bytes=1000)
+    assert (fitted.token_s, fitted.position_s, fitted.start_s) == pytest.approx((1e-4, 2e-8, 0.01), rel=1e-6)
     assert list(fitted.tiers) == ["host"]
     assert (fitted.tiers["host"].bytes_per_s, fitted.tiers["host"].latency_s) == pytest.approx((1e8, 0.002), rel=1e-6)
 
 
 def test_requests_that_waited_for_others_hardly_change_a_fit() -> None:
-    model = TimeModel(1, 1e-4, 0.0, 0.01, {"host": LoadTime(1e6)})
-    measured = list(measured_with(model, 300))
-    for index in range(0, 300, 5):
+    model = TimeModel(token_bytes=1, token_s=1e-4, start_s=0.01, tiers={"host": LoadTime(1e6)})
+    measured = list(prefills_of(model, 300))
+    for index in range(0, 300, 5):  # every fifth request waited for ten seconds
         measured[index] = dataclasses.replace(measured[index], ttft_s=measured[index].ttft_s + 10)
     fitted = TimeModel.fit(measured)
     assert fitted.prefill_s(1000, 1500) == pytest.approx(model.prefill_s(1000, 1500), rel=0.01)

@@ -20,11 +20,12 @@ GOOD = {"timestamp": 27, "input_length": 700, "output_length": 52, "hash_ids": [
 
 
 def line(**changes: object) -> str:
+    """Return the line of the request `GOOD`, with these fields changed or added."""
     return json.dumps(GOOD | changes)
 
 
-def trace_of(path: Path, *lines: str) -> Path:
-    file = path / "trace.jsonl"
+def write_trace(folder: Path, *lines: str) -> Path:
+    file = folder / "trace.jsonl"
     file.write_text("\n".join(lines) + "\n")
     return file
 
@@ -34,7 +35,7 @@ def request(input_length: int, *hash_ids: int) -> TraceRequest:
 
 
 def test_requests_are_read_in_file_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = trace_of(tmp_path, line(), line(timestamp=27.5, input_length=1, hash_ids=[2**63 - 1]))
+    file = write_trace(tmp_path, line(), line(timestamp=27.5, input_length=1, hash_ids=[2**63 - 1]))
     assert load_trace(file) == [
         TraceRequest(timestamp_ms=27, input_length=700, output_length=52, hash_ids=(0, 46)),
         TraceRequest(timestamp_ms=27.5, input_length=1, output_length=52, hash_ids=(2**63 - 1,)),
@@ -45,7 +46,7 @@ def test_requests_are_read_in_file_order(tmp_path: Path, caplog: pytest.LogCaptu
 def test_requests_out_of_order_are_sorted_and_one_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = trace_of(tmp_path, *(line(timestamp=time, output_length=time) for time in (5, 3, 9, 4, 9)))
+    file = write_trace(tmp_path, *(line(timestamp=time, output_length=time) for time in (5, 3, 9, 4, 9)))
     assert [(each.timestamp_ms, each.output_length) for each in load_trace(file)] == [
         (3, 3),
         (4, 4),
@@ -60,7 +61,7 @@ def test_requests_out_of_order_are_sorted_and_one_line_says_so(
 
 def test_a_missing_timestamp_or_output_length_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     untimed = json.dumps({"input_length": 700, "hash_ids": [0, 46]})
-    file = trace_of(tmp_path, untimed, line(), untimed, line(timestamp=None, output_length=None), line(timestamp=99))
+    file = write_trace(tmp_path, untimed, line(), untimed, line(timestamp=None, output_length=None), line(timestamp=99))
     assert [(each.timestamp_ms, each.output_length) for each in load_trace(file)] == [
         (0, 0),
         (27, 52),
@@ -75,28 +76,28 @@ def test_a_missing_timestamp_or_output_length_is_no_error(tmp_path: Path, caplog
 
 def test_timestamps_of_the_day_are_counted_from_the_first(tmp_path: Path) -> None:
     start = 1_764_000_000_000
-    file = trace_of(tmp_path, line(timestamp=start + 10), line(timestamp=start + 25))
+    file = write_trace(tmp_path, line(timestamp=start + 10), line(timestamp=start + 25))
     assert [each.timestamp_ms for each in load_trace(file)] == [0, 15]
 
 
 def test_whole_floats_are_integers(tmp_path: Path) -> None:
-    file = trace_of(tmp_path, line(input_length=700.0, output_length=52.0, hash_ids=[0.0, 46.0]))
-    assert load_trace(file) == load_trace(trace_of(tmp_path, line()))
+    file = write_trace(tmp_path, line(input_length=700.0, output_length=52.0, hash_ids=[0.0, 46.0]))
+    assert load_trace(file) == load_trace(write_trace(tmp_path, line()))
 
 
 def test_ids_of_any_kind_are_distinguished(tmp_path: Path) -> None:
-    kinds = [-1, "-1", 1, "1", 2**64 - 1, 2**64, 2**70, -(2**70), "a" * 99, "", "\x00", 46]
-    file = trace_of(tmp_path, *(line(hash_ids=[each, 46]) for each in kinds))
-    firsts = [each.hash_ids[0] for each in load_trace(file)]
-    assert len(set(firsts)) == len(kinds)
-    assert all(0 <= each < 2**64 for each in firsts)
-    assert [firsts[index] for index in (2, 4, -1)] == [1, 2**64 - 1, 46]
-    assert firsts == [each.hash_ids[0] for each in load_trace(file)]
-    again = trace_of(tmp_path, line(hash_ids=["x", -1]), line(hash_ids=["x", "y"]))
-    first, second = load_trace(again)
+    ids = [-1, "-1", 1, "1", 2**64 - 1, 2**64, 2**70, -(2**70), "a" * 99, "", "\x00", 46]
+    file = write_trace(tmp_path, *(line(hash_ids=[each, 46]) for each in ids))
+    read_ids = [each.hash_ids[0] for each in load_trace(file)]
+    assert len(set(read_ids)) == len(ids)
+    assert all(0 <= each < 2**64 for each in read_ids)
+    assert [read_ids[index] for index in (2, 4, -1)] == [1, 2**64 - 1, 46], "integers of 64 bits are kept"
+    assert read_ids == [each.hash_ids[0] for each in load_trace(file)]
+    other_file = write_trace(tmp_path, line(hash_ids=["x", -1]), line(hash_ids=["x", "y"]))
+    first, second = load_trace(other_file)
     assert first.hash_ids[0] == second.hash_ids[0]
-    assert first.hash_ids[1] == firsts[0]  # the same on every machine, whatever else is in the file
-    mixed, plain = load_trace(trace_of(tmp_path, line(hash_ids=[1, "x"]), line(hash_ids=[1, 2])))
+    assert first.hash_ids[1] == read_ids[0], "-1 becomes the same id, whatever else is in the file"
+    mixed, plain = load_trace(write_trace(tmp_path, line(hash_ids=[1, "x"]), line(hash_ids=[1, 2])))
     assert mixed.hash_ids[0] == plain.hash_ids[0] == 1, "whatever the other ids of the prompt are"
 
 
@@ -111,13 +112,20 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path, pack) ->
 
 @pytest.mark.parametrize("tokens_per_id", [1, 16, 64, 128, 512, 1024, 65536])
 def test_the_tokens_of_an_id_are_the_power_of_two_that_fits(tmp_path: Path, tokens_per_id: int) -> None:
-    lengths = [3 * tokens_per_id - tokens_per_id // 2, tokens_per_id, 2 * tokens_per_id]
-    file = trace_of(tmp_path, *(line(input_length=n, hash_ids=list(range(-(-n // tokens_per_id)))) for n in lengths))
+    lengths_and_num_ids = [
+        (3 * tokens_per_id - tokens_per_id // 2, 3),
+        (tokens_per_id, 1),
+        (2 * tokens_per_id, 2),
+    ]
+    file = write_trace(
+        tmp_path,
+        *(line(input_length=length, hash_ids=list(range(num_ids))) for length, num_ids in lengths_and_num_ids),
+    )
     assert {each.tokens_per_id for each in load_trace(file)} == {tokens_per_id}
 
 
 def test_the_tokens_of_an_id_can_be_given(tmp_path: Path) -> None:
-    file = trace_of(tmp_path, line(input_length=250, hash_ids=[1, 2, 3]))
+    file = write_trace(tmp_path, line(input_length=250, hash_ids=[1, 2, 3]))
     assert [each.tokens_per_id for each in load_trace(file, tokens_per_id=100)] == [100]
     with pytest.raises(ConfigError, match="expected 101 to 150 tokens for 3 hash_ids of 50 tokens, got 250"):
         load_trace(file, tokens_per_id=50)
@@ -126,7 +134,7 @@ def test_the_tokens_of_an_id_can_be_given(tmp_path: Path) -> None:
 
 
 def test_the_unit_of_the_timestamps_can_be_given(tmp_path: Path) -> None:
-    file = trace_of(tmp_path, line(timestamp=1.5))
+    file = write_trace(tmp_path, line(timestamp=1.5))
     assert load_trace(file, timestamps="s")[0].timestamp_ms == 1500
     with pytest.raises(ConfigError, match="trace timestamps: expected one of ms, s, got us"):
         load_trace(file, timestamps="us")  # type: ignore[arg-type]
@@ -134,12 +142,12 @@ def test_the_unit_of_the_timestamps_can_be_given(tmp_path: Path) -> None:
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trace format: expected one of auto, weka, vllm, .* got azure"):
-        load_trace(trace_of(tmp_path, line()), format_name="azure")
+        load_trace(write_trace(tmp_path, line()), format_name="azure")
 
 
-def test_all_ids_together_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_ids_in_a_trace_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.planning.trace.MAX_TRACE_IDS", 4)
-    file = trace_of(tmp_path, line(), line(), line())
+    file = write_trace(tmp_path, line(), line(), line())
     assert len(load_trace(file, limit=2)) == 2
     with pytest.raises(ConfigError, match=r":3: expected at most 4 ids in all, got more; read only the first 2 "):
         load_trace(file)
@@ -151,14 +159,14 @@ def test_unknown_fields_blank_lines_and_other_line_ends_are_fine(tmp_path: Path)
     assert len(load_trace(str(file))) == 2
 
 
-def test_a_limit_stops_before_later_lines_are_looked_at(tmp_path: Path) -> None:
-    file = trace_of(tmp_path, line(), line(), "not JSON")
+def test_a_limit_stops_before_later_lines_are_read(tmp_path: Path) -> None:
+    file = write_trace(tmp_path, line(), line(), "not JSON")
     assert len(load_trace(file, limit=2)) == 2
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl.gz", "trace.jsonl"])
 def test_a_compressed_trace_is_read_whatever_its_name(tmp_path: Path, name: str) -> None:
-    plain = trace_of(tmp_path, *[line(timestamp=n) for n in range(1000)])
+    plain = write_trace(tmp_path, *[line(timestamp=n) for n in range(1000)])
     expected = load_trace(plain)
     packed = tmp_path / "packed" / name
     packed.parent.mkdir()
@@ -173,7 +181,7 @@ def test_a_damaged_compressed_trace_is_refused(tmp_path: Path, damage: str) -> N
     if damage == "cut":
         del packed[len(packed) // 2 :]
     elif damage == "changed":
-        packed[-8] ^= 1  # the checksum
+        packed[-8] ^= 1  # a bit of the checksum
     else:
         packed[10:20] = b"\xff" * 10
     file = tmp_path / "trace.jsonl.gz"
@@ -183,7 +191,7 @@ def test_a_damaged_compressed_trace_is_refused(tmp_path: Path, damage: str) -> N
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_trace_comes_through_a_pipe(tmp_path: Path, pack) -> None:
+def test_a_trace_can_be_read_from_a_pipe(tmp_path: Path, pack) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_bytes, args=(pack(line().encode()),))
@@ -194,7 +202,7 @@ def test_a_trace_comes_through_a_pipe(tmp_path: Path, pack) -> None:
 
 @pytest.mark.parametrize("length", [513, 1024])
 def test_the_last_id_may_be_filled_from_one_token_to_all(tmp_path: Path, length: int) -> None:
-    assert load_trace(trace_of(tmp_path, line(input_length=length)))[0].input_length == length
+    assert load_trace(write_trace(tmp_path, line(input_length=length)))[0].input_length == length
 
 
 @pytest.mark.parametrize(
@@ -235,7 +243,7 @@ def test_the_last_id_may_be_filled_from_one_token_to_all(tmp_path: Path, length:
     ],
 )
 def test_a_bad_line_is_refused_with_its_number_and_field(tmp_path: Path, bad: str, message: str) -> None:
-    file = trace_of(tmp_path, line(), "", bad, line())
+    file = write_trace(tmp_path, line(), "", bad, line())
     with pytest.raises(ConfigError, match=re.escape(f"{file}:3: {message}")):
         load_trace(file)
 
@@ -264,7 +272,7 @@ def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
 
 def test_a_limit_below_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="limit: expected at least 1, got 0"):
-        load_trace(trace_of(tmp_path, line()), limit=0)
+        load_trace(write_trace(tmp_path, line()), limit=0)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +284,9 @@ def test_a_limit_below_one_is_refused(tmp_path: Path) -> None:
         (2**63 - 1, 2**32, None),
     ],
 )
-def test_tokens_of_an_id_are_pinned(hash_id: int, vocab_size: int, expected: list[int] | None) -> None:
+def test_the_tokens_of_an_id_are_the_same_in_every_version(
+    hash_id: int, vocab_size: int, expected: list[int] | None
+) -> None:
     tokens = block_tokens(hash_id, tokens_per_id=4, vocab_size=vocab_size)
     assert tokens.dtype == np.uint32
     assert tokens.tolist() == tokens_in_plain_integers(hash_id, 4, vocab_size)
@@ -285,6 +295,7 @@ def test_tokens_of_an_id_are_pinned(hash_id: int, vocab_size: int, expected: lis
 
 
 def tokens_in_plain_integers(hash_id: int, num_tokens: int, vocab_size: int) -> list[int]:
+    """Return the tokens of an id by splitmix64 in Python's integers, without numpy's arithmetic modulo 2**64."""
     gamma, mask = 0x9E3779B97F4A7C15, 2**64 - 1
 
     def mixed(z: int) -> int:
@@ -334,7 +345,7 @@ def test_a_prompt_is_its_ids_tokens_in_order() -> None:
         (0.5, 513, 2, 257),  # the last id keeps at least one token
         (1 / 512, 1024, 2, 2),
         (1e-9, 1024, 2, 2),
-        (37 / 512, 512 + 256, 2, 37 + 19),
+        (37 / 512, 512 + 256, 2, 37 + 19),  # half of 37 is rounded up
         (2.0, 513, 2, 1026),
         (0.1, 1, 1, 1),
     ],
@@ -351,19 +362,22 @@ def test_a_scale_that_is_not_positive_is_refused(scale: float) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 0.3, 37 / 512, 1e-9])
 def test_shared_ids_share_their_scaled_tokens(scale: float) -> None:
-    per_id = tokens_per_scaled_id(scale)
     rng = np.random.default_rng(0)
+
+    def scaled_prompt(ids: list[int]) -> np.ndarray:
+        """Return the scaled tokens of a prompt with these ids, of which the last one has 1 to 512 tokens."""
+        input_length = 512 * len(ids) - int(rng.integers(0, 512))
+        return prompt_tokens(request(input_length, *ids), vocab_size=2**32, scale=scale)
+
     for _ in range(50):
-        shared, a_more, b_more = rng.integers(0, 5, 3).tolist()
-        ids = rng.integers(0, 2**62, shared + a_more + b_more + 1).tolist()
-        a_ids = ids[: shared + a_more] or [1]
-        b_ids = ids[:shared] + ids[shared + a_more :]
-        a, b = (
-            prompt_tokens(request(512 * len(i) - int(rng.integers(0, 512)), *i), vocab_size=2**32, scale=scale)
-            for i in (a_ids, b_ids)
+        num_shared, num_first_only, num_second_only = rng.integers(0, 5, 3).tolist()
+        shared_ids, first_ids, second_ids = (
+            rng.integers(0, 2**62, num_ids).tolist() for num_ids in (num_shared, num_first_only, num_second_only + 1)
         )
-        at_least = min(shared * per_id, len(a), len(b))
-        assert (a[:at_least] == b[:at_least]).all()
+        first = scaled_prompt(shared_ids + first_ids or [1])
+        second = scaled_prompt(shared_ids + second_ids)
+        num_tokens = min(num_shared * tokens_per_scaled_id(scale), len(first), len(second))
+        assert (first[:num_tokens] == second[:num_tokens]).all()
 
 
 def test_equal_ids_of_different_length_are_prefixes_of_each_other() -> None:
@@ -372,7 +386,7 @@ def test_equal_ids_of_different_length_are_prefixes_of_each_other() -> None:
     assert (short == long[: len(short)]).all()
 
 
-def test_what_a_trace_knows_of_sessions_is_read(tmp_path: Path) -> None:
+def test_the_session_fields_of_a_trace_are_read(tmp_path: Path) -> None:
     first = {"timestamp": 1, "input_length": 600, "output_length": 500, "hash_ids": [1, 2], "output_hash_ids": [3, 4]}
     lines = [
         {**first, "session": "a1", "stop": "tool_use"},
@@ -389,15 +403,14 @@ def test_what_a_trace_knows_of_sessions_is_read(tmp_path: Path) -> None:
     ]
 
 
-def test_the_last_request_of_an_agent_session_is_known(tmp_path: Path) -> None:
+def test_the_last_request_of_an_agent_session_is_marked(tmp_path: Path) -> None:
     requests = [
         {"t": 9.0, "in": 64, "out": 1, "hash_ids": [1], "stop": "end_turn"},
         {"t": 1.0, "in": 64, "out": 1, "hash_ids": [1], "stop": "tool_use"},
     ]
     file = tmp_path / "trace.json"
     file.write_text(json.dumps({"id": "x", "block_size": 64, "requests": requests}))
-    read = load_trace(file)
-    assert [(each.awaits, each.is_last, each.session) for each in read] == [
+    assert [(each.awaits, each.is_last, each.session) for each in load_trace(file)] == [
         (Awaits.TOOL, False, "session 0"),
         (Awaits.USER, True, "session 0"),
     ]

@@ -15,6 +15,7 @@ from radixkv.planning.trace_records import read_records
 
 
 def records_of(file: Path) -> list[tuple[str, object]]:
+    """Return the values of a file or directory, each with its place after the path."""
     return [(record.where.removeprefix(str(file)), record.value) for record in read_records(file)]
 
 
@@ -113,7 +114,7 @@ def test_lines_and_documents_are_bounded(tmp_path: Path, monkeypatch: pytest.Mon
         records_of(file)
 
 
-def test_a_directory_stands_for_its_files(tmp_path: Path) -> None:
+def test_a_directory_has_the_records_of_its_trace_files(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"b": 1}\n')
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{\n"a": 1\n}'))
     (tmp_path / "c.txt").write_text("no")

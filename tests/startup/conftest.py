@@ -12,9 +12,9 @@ from tests.patience import PATIENCE_S
 
 @pytest.fixture(scope="module")
 def patient_guards() -> Iterator[None]:
-    """On a busy machine a store may take longer than half a second, which would be a miss.
+    """Let calls of stores take `PATIENCE_S`: on a busy machine they may exceed the usual limit, which would be a miss.
 
-    Use it by `pytestmark`: then it comes before the engines that a module shares.
+    Use this fixture by `pytestmark`, so that pytest sets it up before the engines that a module shares.
     """
     limits = {**(GuardedStore.__init__.__kwdefaults__ or {}), "limit_s": PATIENCE_S}
     with pytest.MonkeyPatch.context() as patched:

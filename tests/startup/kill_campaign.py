@@ -2,9 +2,9 @@
 
     python -m tests.startup.kill_campaign --kills 1000
 
-Each life is a process of its own, forked from one that has loaded all code and computed nothing. The next one must
-start on what the last one left, and serve. Exit status: 0 if no answer was different, no life failed or left anything
-behind, and blocks were loaded from the disk.
+Each life is a process of its own, forked from a process that has loaded all code and computed nothing. A life must
+start on the disk that the life before it left, and serve. Exit status: 0 if no answer was different, no life failed or
+leaked anything, and blocks were loaded from the disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from tests.patience import PATIENCE_S
 from tests.startup.life import Case, Pipe, live, prepare, read_cases
 
-# Moments of a kill: the line after which its time is drawn, and the line before which it usually happens.
+# Moments of a kill, each with the report line after which it begins and the line with which it ends.
 MOMENTS = {
     "at once": ("", ""),
     "start": ("", "ready"),
@@ -41,20 +41,20 @@ MOMENTS = {
     "a purge, or the check after it": ("served", "checked"),
     "stop": ("checked", "stopped"),
 }
-WHOLE_SHARE = 0.08  # runs that are not killed
-REQUESTS = 40  # of a life
-_AT_ONCE_S = 0.03
-_REPORT_KILLS = 100  # the progress is printed after each of these
+WHOLE_SHARE = 0.08  # of lives, which are not killed
+NUM_REQUESTS = 40  # per life
+_DEFAULT_MOMENT_S = 0.03  # duration of a moment that was not measured
+_REPORT_KILLS = 100  # kills after which the progress is printed
 
 
 @dataclass
 class Report:
-    """Counts of what lives did."""
+    """Counts over all lives."""
 
     seed: int
     kills: Counter[str] = field(default_factory=Counter)  # by moment
     lives: int = 0
-    whole_lives: int = 0
+    whole_lives: int = 0  # not killed
     checked_lives: int = 0
     failed_lives: int = 0
     restarts_after_a_kill_that_served: int = 0
@@ -88,27 +88,27 @@ class Child:
         self.pid = os.fork()
         if not self.pid:
             os.close(self._reader)
-            os._exit(_outcome_of(run, Pipe(writer)))
+            os._exit(_run_in_child(run, Pipe(writer)))
         os.close(writer)
-        self._rest = b""
+        self._incomplete_line = b""
 
     def read(self, until_s: float) -> list[list[str]] | None:
-        """Return the words of its next lines; an empty list if there are none until then, None after its end."""
+        """Return the words of the next lines; an empty list if none arrives until `until_s`, None after the end."""
         if not select.select([self._reader], [], [], max(0.0, until_s - time.monotonic()))[0]:
             return []
         data = os.read(self._reader, 1 << 16)
         if not data:
             return None
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        return [line.decode().split() for line in whole]
+        *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
+        return [line.decode().split() for line in lines]
 
     def kill(self) -> None:
-        """Kill it, unless it has ended."""
+        """Kill the process, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Wait for its end. Returns its exit status; minus the signal that ended it."""
+        """Wait for the end of the process. Returns its exit status, or minus the signal that killed it."""
         status = os.waitpid(self.pid, 0)[1]
         os.close(self._reader)
         return os.waitstatus_to_exitcode(status)
@@ -116,12 +116,12 @@ class Child:
 
 @dataclass
 class Life:
-    """A life that is watched.
+    """What a process has reported so far.
 
     Attributes:
-        started_s: its start, by `time.monotonic()`.
-        moment: of its kill; "" for none.
-        seen_s: times at which it last wrote each word; "" for its start.
+        started_s: time of its start, by `time.monotonic()`.
+        moment: the moment at which it is to be killed, a key of `MOMENTS`; "" for none.
+        seen_s: the times of the last line that begins with each word; under "", the start.
     """
 
     started_s: float
@@ -141,17 +141,17 @@ class Campaign:
         seed: seed of all random choices.
 
     Attributes:
-        report: what was seen.
+        report: counts over all lives so far.
         cases: requests and their answers; `run` prepares them.
-        purged: numbers of callers of whom nothing may be cached.
+        purged: indices in `CALLERS` of the callers of whom nothing may be cached.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.report = Report(seed)
         self._folder, self._seed = folder, seed
-        self._chance = random.Random(seed)
+        self._random = random.Random(seed)
         self.cases: list[Case] = []
-        self._took_s: dict[str, list[float]] = defaultdict(list)  # of each moment's stretch in lives that saw its end
+        self._durations_s: dict[str, list[float]] = defaultdict(list)  # of each moment, in lives that were not killed
         self.purged: set[int] = set()
         self._is_after_kill = False
 
@@ -161,18 +161,18 @@ class Campaign:
         child = Child(lambda _: prepare(self._folder, self._seed))
         assert child.end() == 0, "expected a process that answers all cases alone, got one that failed"
         self.cases = read_cases(self._folder)
-        self._live("")
+        self._run_life("")
         while sum(self.report.kills.values()) < num_kills and self.report.failed_lives < 10:
-            is_whole = self._chance.random() < WHOLE_SHARE
-            self._live("" if is_whole else self._chance.choice(list(MOMENTS)))
-        self._live("")
+            is_whole = self._random.random() < WHOLE_SHARE
+            self._run_life("" if is_whole else self._random.choice(list(MOMENTS)))
+        self._run_life("")
         self.report.seconds = time.monotonic() - start_s
 
-    def _live(self, moment: str) -> None:
-        """Begin a life, and kill it at some time of a moment; "" for not at all."""
+    def _run_life(self, moment: str) -> None:
+        """Run a life, and kill it at a random time within a moment; "" for not at all."""
         self.report.lives += 1
         seed = self._seed * 1_000_003 + self.report.lives
-        child = Child(functools.partial(live, self._folder, self.cases, REQUESTS, set(self.purged), seed))
+        child = Child(functools.partial(live, self._folder, self.cases, NUM_REQUESTS, set(self.purged), seed))
         life = Life(child.started_s, moment)
         until_s = child.started_s + PATIENCE_S
         if moment and not MOMENTS[moment][0]:
@@ -187,12 +187,12 @@ class Campaign:
         self.end(life, child.end())
 
     def _delay_s(self, moment: str) -> float:
-        """Draw the time of a kill, from the line before it on."""
-        usual_s = statistics.median(self._took_s[moment]) if self._took_s[moment] else _AT_ONCE_S
-        return self._chance.uniform(0.0, 0.9 * usual_s)
+        """Draw the seconds from the beginning of a moment to the kill."""
+        usual_s = statistics.median(self._durations_s[moment]) if self._durations_s[moment] else _DEFAULT_MOMENT_S
+        return self._random.uniform(0.0, 0.9 * usual_s)
 
     def note(self, life: Life, line: list[str]) -> None:
-        """Count what a life reports."""
+        """Count a line that a life reports."""
         report, word = self.report, line[0]
         life.seen_s[word] = time.monotonic()
         if word == "answer":
@@ -209,7 +209,7 @@ class Campaign:
             report.blocks_found_without_owner += int(line[2])
         elif word == "purged":
             self.purged.add(int(line[1]))
-        elif word == "used":
+        elif word == "verified":
             self.purged.discard(int(line[1]))
             report.purges_that_held += 1
         elif word == "checked":
@@ -218,7 +218,7 @@ class Campaign:
     def end(self, life: Life, status: int) -> None:
         """Count how a life ended: killed as planned, by itself, or in any other way, which is a failure.
 
-        One that ended before its kill counts as whole.
+        A life that ended before its planned kill counts as whole.
         """
         report = self.report
         report.restarts_after_a_kill_that_served += self._is_after_kill and life.num_answers > 0
@@ -229,17 +229,17 @@ class Campaign:
                 print(f"{num_kills} kills, {report.answers} answers, {report.different} different", file=sys.stderr)
         elif is_whole:
             report.whole_lives += 1
-            for moment, (after, before) in MOMENTS.items():
-                if before:
-                    self._took_s[moment].append(life.seen_s[before] - life.seen_s[after])
+            for moment, (first_word, last_word) in MOMENTS.items():
+                if last_word:
+                    self._durations_s[moment].append(life.seen_s[last_word] - life.seen_s[first_word])
         else:
             report.failed_lives += 1
             print(f"life {report.lives} ended with {status} after {list(life.seen_s)[-1]!r}", file=sys.stderr)
         self._is_after_kill = is_killed
 
 
-def _outcome_of(run: Callable[[Pipe], None], pipe: Pipe) -> int:
-    """Run the child's function. Returns its exit status."""
+def _run_in_child(run: Callable[[Pipe], None], pipe: Pipe) -> int:
+    """Run a function in the child. Returns the exit status of the child."""
     try:
         run(pipe)
     except BaseException:  # noqa: BLE001 - the child must never run the code of the parent
@@ -254,7 +254,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    logging.getLogger().addHandler(logging.NullHandler())  # what matters is counted
+    logging.getLogger().addHandler(logging.NullHandler())  # the report has counts in place of log lines
     importlib.import_module("transformers.models.llama.modeling_llama")  # once, and not in each life
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(Path(folder), args.seed)

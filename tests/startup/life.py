@@ -1,6 +1,6 @@
 """One run of an engine with host memory and a disk tier, in a process that may be killed at any moment.
 
-It reports what it does through a pipe, one line at a time: lines that were written before a kill arrive.
+The process reports what it does through a pipe, one line at a time, so lines that were written before a kill arrive.
 """
 
 from __future__ import annotations
@@ -36,17 +36,20 @@ from tests.patience import PATIENCE_S, wait_until
 BLOCK_SIZE, POOL_BLOCKS, HOST_BLOCKS, DISK_BLOCKS = 16, 20, 30, 100
 BLOCK_BYTES = 12_288  # float32 K and V of 16 tokens, three layers, two heads of 16 numbers
 CALLERS = (Caller("acme"), Caller("acme", salt="apart"), Caller("globex"))
-NUM_DOCUMENTS, NUM_QUESTIONS, AT_ONCE = 4, 3, 4
-CANCELLED_SHARE, PURGED_SHARE = 0.05, 0.25
+NUM_QUESTIONS = 3  # per document
+MAX_OPEN_CALLS = 4
+CANCELLED_SHARE = 0.05  # of requests
+PURGED_SHARE = 0.25  # of lives, which purge what is cached of one caller
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request, and a digest of its answer when it was computed alone, without anything cached.
+    """A request, and the answer of an engine that computes it alone, with nothing cached.
 
     Attributes:
         tokens: the prompt.
-        sampling: of a generation; None for a prefill, whose answer is its logits.
+        sampling: parameters of a generation; None for a prefill, whose answer is its logits.
+        digest: digest of the right answer; empty before `prepare` has computed it.
     """
 
     caller: Caller
@@ -61,8 +64,8 @@ class Pipe:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    def say(self, *words: object) -> None:
-        """Write a line, whole or not at all."""
+    def write_line(self, *words: object) -> None:
+        """Write words as one line, atomically."""
         os.write(self._descriptor, (" ".join(map(str, words)) + "\n").encode())
 
 
@@ -83,10 +86,12 @@ def prepare(folder: Path, seed: int) -> None:
     engine.start()
     cases = []
     for case in _first_turns(random.Random(seed)):
-        answered, answer = _alone(engine, case)
-        cases.append(answered)
-        if case.sampling is not None:  # the next turn begins with this one's prompt and answer
-            cases.append(_alone(engine, replace(case, tokens=case.tokens + answer + case.tokens[:28]))[0])
+        answered_case, answer = _answer_alone(engine, case)
+        cases.append(answered_case)
+        if case.sampling is not None:
+            # The next turn consists of this prompt, its answer, and a question of seven tokens.
+            next_turn = replace(case, tokens=case.tokens + answer + case.tokens[: 7 * 4])
+            cases.append(_answer_alone(engine, next_turn)[0])
     engine.stop()
     (folder / "cases").write_bytes(pickle.dumps(cases))
 
@@ -102,7 +107,7 @@ def live(folder: Path, cases: list[Case], num_requests: int, purged: set[int], s
 
     Args:
         num_requests: number of requests to serve.
-        purged: numbers of callers of whom nothing may be cached.
+        purged: indices in `CALLERS` of the callers whose prompts were purged, and not sent again since then.
     """
     torch.set_num_threads(1)
     rng, loans = random.Random(seed), OpenLoans()
@@ -111,42 +116,42 @@ def live(folder: Path, cases: list[Case], num_requests: int, purged: set[int], s
     assert engine.offload is not None
     assert set(engine.offload.tiers) == {"host", "disk"}
     engine.start()
-    pipe.say("ready")
-    if purged or rng.random() < 0.5:  # otherwise it serves while it reads the disk
-        engine.purge(tenant="unknown").result(PATIENCE_S)
+    pipe.write_line("ready")
+    if purged or rng.random() < 0.5:  # otherwise the engine serves while it scans the disk
+        engine.purge(tenant="unknown").result(PATIENCE_S)  # completes after the scan
     for number in sorted(purged):
         _require_nothing_cached(engine, cases, CALLERS[number])
-        pipe.say("used", number)
+        pipe.write_line("verified", number)  # the purge of this caller
     _serve(engine, cases, rng.choices(range(len(cases)), k=num_requests), rng, pipe)
-    pipe.say("served")
+    pipe.write_line("served")
     if rng.random() < PURGED_SHARE:
         number = rng.randrange(len(CALLERS))
         caller = CALLERS[number]
         engine.purge(tenant=caller.tenant, salt=caller.salt).result(PATIENCE_S)
-        pipe.say("purged", number)
-    _check(engine, loans)
-    pipe.say("checked")
+        pipe.write_line("purged", number)
+    _check_nothing_leaks(engine, loans)
+    pipe.write_line("checked")
     engine.stop()
     assert not engine.is_alive
-    pipe.say("stopped")
+    pipe.write_line("stopped")
 
 
 class OpenLoans:
-    """Counts the loans of host memory and disk that were not returned."""
+    """Counts the loans of host memory and disk that are not returned yet."""
 
     def __init__(self) -> None:
         self.num_open = 0
         self._lock = threading.RLock()  # a loan may end in the middle of a call of this thread
         for store in (HostStore, DiskStore):
-            store.get = self._counted(store.get)  # type: ignore[method-assign]
+            store.get = self._count_loans_of(store.get)  # type: ignore[method-assign]
 
-    def _counted(self, get: Any) -> Any:
-        def counted(store: object, keys: object) -> list[Loan | None]:
+    def _count_loans_of(self, get: Any) -> Any:
+        def counting_get(store: object, keys: object) -> list[Loan | None]:
             lent = get(store, keys)
             self._add(sum(loan is not None for loan in lent))
             return [None if loan is None else Loan(loan.data, partial(self._end, loan)) for loan in lent]
 
-        return counted
+        return counting_get
 
     def _end(self, loan: Loan) -> None:
         loan.release()
@@ -159,26 +164,27 @@ class OpenLoans:
 
 def _first_turns(rng: random.Random) -> list[Case]:
     """Draw prompts of all callers that begin with a document or a part of one."""
-    draw = np.random.default_rng(rng.getrandbits(32))
-    documents = [draw.integers(0, VOCAB_SIZE, length) for length in (48, 83, 112, 144)]
+    token_rng = np.random.default_rng(rng.getrandbits(32))
+    documents = [token_rng.integers(0, VOCAB_SIZE, length) for length in (48, 83, 112, 144)]
     cases = []
     for document in documents:
         for number in range(NUM_QUESTIONS):
-            cut = len(document) if rng.random() < 0.7 else rng.randrange(20, len(document))
-            question = draw.integers(0, VOCAB_SIZE, rng.randrange(1, 30))
-            tokens = np.concatenate((document[:cut], question)).astype("<u4").tobytes()
+            prefix_length = len(document) if rng.random() < 0.7 else rng.randrange(20, len(document))
+            question = token_rng.integers(0, VOCAB_SIZE, rng.randrange(1, 30))
+            tokens = np.concatenate((document[:prefix_length], question)).astype("<u4").tobytes()
             sampling = Sampling(rng.randrange(2, 24), temperature=0.8 * (number % 2), seed=number, ignore_eos=True)
             cases += [Case(caller, tokens, sampling if number else None) for caller in CALLERS]
     return cases
 
 
-def _alone(engine: Engine, case: Case) -> tuple[Case, bytes]:
+def _answer_alone(engine: Engine, case: Case) -> tuple[Case, bytes]:
+    """Compute a case without the cache. Returns the case with the digest of its answer, and the answer."""
     params = PrefillParams(case.tokens, case.caller, read_cache=False, write_cache=False)
-    answer = _bytes_of(_begin(engine, case, params).result(PATIENCE_S))
+    answer = _bytes_of(_send(engine, case, params).result(PATIENCE_S))
     return replace(case, digest=_digest(answer)), answer
 
 
-def _begin(engine: Engine, case: Case, params: PrefillParams) -> Future[Any]:
+def _send(engine: Engine, case: Case, params: PrefillParams) -> Future[Any]:
     if case.sampling is None:
         return engine.prefill(replace(params, return_logits=True))
     return engine.generate(params, case.sampling, lambda _: None)
@@ -196,41 +202,41 @@ def _digest(answer: bytes) -> str:
 
 
 def _serve(engine: Engine, cases: list[Case], order: list[int], rng: random.Random, pipe: Pipe) -> None:
-    """Send some requests at a time, and report each answer and the source of its blocks."""
+    """Send requests, of which at most `MAX_OPEN_CALLS` are open; report each answer and the source of its tokens."""
     open_calls: deque[tuple[int, Future[Any]]] = deque()
 
-    def end_one() -> None:
+    def end_oldest_call() -> None:
         number, future = open_calls.popleft()
         if future.cancelled():
             return
         result = future.result(PATIENCE_S)
         usage = result.usage
-        pipe.say("answer", number, _digest(_bytes_of(result)), usage.host_tokens, usage.disk_tokens)
+        pipe.write_line("answer", number, _digest(_bytes_of(result)), usage.host_tokens, usage.disk_tokens)
 
     for number in order:
         case = cases[number]
-        future = _begin(engine, case, PrefillParams(case.tokens, case.caller))
+        future = _send(engine, case, PrefillParams(case.tokens, case.caller))
         open_calls.append((number, future))
         if rng.random() < CANCELLED_SHARE:
             future.cancel()
-        if len(open_calls) == AT_ONCE:
-            end_one()
+        if len(open_calls) == MAX_OPEN_CALLS:
+            end_oldest_call()
     while open_calls:
-        end_one()
+        end_oldest_call()
 
 
 def _require_nothing_cached(engine: Engine, cases: list[Case], caller: Caller) -> None:
-    """Check that no prompt of a caller finds anything, on the device or below it. Nothing is published."""
+    """Check that nothing of the prompts of a caller is cached on the device or in a tier. Nothing is published."""
     for case in cases:
         if case.caller == caller:
             params = PrefillParams(case.tokens, caller, write_cache=False)
             assert engine.prefill(params).result(PATIENCE_S).usage.cached_tokens == 0, "purged tokens are cached"
 
 
-def _check(engine: Engine, loans: OpenLoans) -> None:
+def _check_nothing_leaks(engine: Engine, loans: OpenLoans) -> None:
     """Check every invariant, and that all blocks are free or published and all loans returned."""
 
-    def is_idle() -> bool:  # what was cancelled ends with its step
+    def is_idle() -> bool:  # cancelled requests end after the step that computes them
         requests = engine.load().result(PATIENCE_S).requests
         return requests.running == requests.waiting == requests.following == 0
 
@@ -248,9 +254,9 @@ def _report_disk(pipe: Pipe) -> None:
     class DiskReporter(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.msg.startswith("tier %s has room") and record.args[0] == "disk":  # type: ignore[index]
-                pipe.say("opened")
+                pipe.write_line("opened")
             if record.msg.startswith("found %d blocks on disk"):
-                pipe.say("found", record.args[0], record.args[2])  # type: ignore[index]
+                pipe.write_line("found", record.args[0], record.args[2])  # type: ignore[index]
 
     logger = logging.getLogger("radixkv")
     logger.setLevel(logging.INFO)

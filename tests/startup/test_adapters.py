@@ -1,4 +1,4 @@
-"""Invalid adapter configurations are refused by name; tests/whole tests adapters that are served."""
+"""Loading of the configured adapters at startup. `tests/whole` tests requests with adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixkv.startup.adapters import load_adapters
 from tests.service.fake_engine import FakeEngine
 
 
-def test_an_adapter_that_can_not_be_loaded_is_named_by_its_section() -> None:
+def test_an_adapter_that_cannot_be_loaded_is_reported_with_its_section() -> None:
     engine = FakeEngine()
     load_adapters({"law": AdapterConfig("/one")}, engine.adapters)
     assert engine.adapters.names_of("one") == ("law",)

@@ -1,4 +1,4 @@
-"""Kernels that fail or are wrong are not used: CPU kernels, each broken in one way, are tried."""
+"""Kernels that fail or are wrong are not used. Most tests try CPU kernels that are each broken in one way."""
 
 import ctypes
 import logging
@@ -32,8 +32,8 @@ SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=32, dtype=BF16)
 KIND = AttentionKind(4, window=None, softcap=None)
 
 
-class Broken(TorchKernels):
-    """Correct kernels unless `spoil` is overridden. Counts its calls."""
+class SpoiledKernels(TorchKernels):
+    """Kernels whose results `spoil` changes; correct ones unless a subclass overrides it. Counts the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,62 +50,62 @@ class Broken(TorchKernels):
         return rows
 
 
-class DoesNotCompile(Broken):
+class DoesNotCompile(SpoiledKernels):
     def spoil(self, rows: torch.Tensor, *_: object) -> torch.Tensor:
         raise RuntimeError("PassManager::run failed\nand a long dump")
 
 
-class WrongNumbers(Broken):
+class WrongNumbers(SpoiledKernels):
     def spoil(self, rows: torch.Tensor, *_: object) -> torch.Tensor:
         return rows * 1.05
 
 
-class OneWrongRow(Broken):
+class OneWrongRow(SpoiledKernels):
     def spoil(self, rows: torch.Tensor, *_: object) -> torch.Tensor:
         rows[-1] *= 1.5
         return rows
 
 
-class OneNaN(Broken):
+class OneNaN(SpoiledKernels):
     def spoil(self, rows: torch.Tensor, *_: object) -> torch.Tensor:
         rows[3, 1, 7] = float("nan")
         return rows
 
 
-class WrongForTwoRequests(Broken):
+class WrongForTwoRequests(SpoiledKernels):
     def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
         return rows * 1.5 if batch.num_requests > 1 else rows
 
 
-class WrongWithWindow(Broken):
+class WrongWithWindow(SpoiledKernels):
     def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
         return rows if window is None else rows + 1
 
 
-class ReadsPastTheEnd(Broken):
-    """A weight of 0 for unwritten slots does not hide their contents: 0 * NaN is NaN."""
+class ReadsPastTheEnd(SpoiledKernels):
+    """Reads unwritten slots with a weight of 0, which does not hide their contents: 0 * NaN is NaN."""
 
     def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
         last_block = batch.block_tables[-1, -(-batch.kv_lens[-1] // batch.block_size) - 1]
         return rows + 0 * pool.values[last_block, 0, 1].sum()
 
 
-class BatchDependentBits(Broken):
-    """Results differ by a rounding, as with another order of summation."""
+class BatchDependentBits(SpoiledKernels):
+    """Results of batches differ by a rounding, as with another order of summation."""
 
     def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
         return rows * (1 + 2**-7) if batch.num_requests > 1 else rows
 
 
 def choose(*candidates: TorchKernels, kinds: tuple[AttentionKind, ...] = (KIND,), is_exact: bool = True) -> object:
-    named = {f"{type(kernels).__name__} {i}": kernels for i, kernels in enumerate(candidates)}
-
+    """Return the chosen kernels. The name of a candidate is that of its class and its index."""
+    named = {f"{type(kernels).__name__} {index}": kernels for index, kernels in enumerate(candidates)}
     use = AttentionUse(kinds, BF16, SHAPE, 16, CPU, is_exact)
     return try_candidates(named, lambda name: check_attention(named[name], use))
 
 
-def test_the_first_correct_kernel_serves(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = Broken(), Broken()
+def test_the_first_correct_kernels_are_used(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = SpoiledKernels(), SpoiledKernels()
     assert choose(first, second) is first
     assert first.num_calls
     assert not second.num_calls
@@ -125,7 +125,9 @@ def test_the_first_correct_kernel_serves(caplog: pytest.LogCaptureFixture) -> No
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_broken_kernels_are_skipped_and_named(broken: Broken, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_kernels_are_skipped_and_named(
+    broken: SpoiledKernels, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     sound = TorchKernels()
     assert choose(broken, sound) is sound
     (record,) = caplog.records
@@ -147,7 +149,7 @@ def test_batch_dependent_bits_are_accepted_in_fast_mode() -> None:
     assert choose(broken, TorchKernels(), is_exact=False) is broken
 
 
-def test_several_may_be_broken(caplog: pytest.LogCaptureFixture) -> None:
+def test_several_broken_candidates_are_skipped(caplog: pytest.LogCaptureFixture) -> None:
     sound = TorchKernels()
     assert choose(DoesNotCompile(), WrongNumbers(), sound) is sound
     assert [record.getMessage().partition(" is not used")[0] for record in caplog.records] == [
@@ -156,7 +158,7 @@ def test_several_may_be_broken(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_the_last_candidate_is_left_to_the_model_check(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_candidate_is_not_tried_since_the_check_of_the_model_follows(caplog: pytest.LogCaptureFixture) -> None:
     last = WrongNumbers()
     assert choose(WrongNumbers(), last) is last
     assert not last.num_calls
@@ -164,37 +166,39 @@ def test_the_last_candidate_is_left_to_the_model_check(caplog: pytest.LogCapture
 
 
 @pytest.mark.long
-def test_warps_that_specialize_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warp_specialized_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_kernels(monkeypatch)
-    launch, launches = hopper_attention.launch, []
+    launch = hopper_attention.launch
+    launched_tile_rows: set[int] = set()
 
-    def noted(*inputs: Any, **scaling: Any) -> None:
-        launches.append(inputs[4].tile_rows)
+    def recorded_launch(*inputs: Any, **scaling: Any) -> None:
+        plan = inputs[4]
+        launched_tile_rows.add(plan.tile_rows)
         launch(*inputs, **scaling)
 
-    monkeypatch.setattr(hopper_attention, "launch", noted)
+    monkeypatch.setattr(hopper_attention, "launch", recorded_launch)
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
     kernels = TritonKernels(is_exact=True, is_specialized=True)
     check_attention(kernels, AttentionUse((AttentionKind(2, 100, 30.0),), BF16, shape, 64, CPU, is_exact=True))
-    assert set(launches) == {hopper_attention.TILE_ROWS}, "all of it went through pointers"
+    assert launched_tile_rows == {hopper_attention.TILE_ROWS}, "the check launches no other kernels, or only others"
 
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("kv_dtype", "is_specialized"), [("fp8", True), ("int8", False), ("k8v4", True)])
 def test_blocks_dequantized_first_pass(kv_dtype: str, is_specialized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_kernels(monkeypatch)
-    monkeypatch.setitem(attention_check._TOLERANCE, BF16, 0.015)  # far below the bound
+    monkeypatch.setitem(attention_check._TOLERANCE, BF16, 0.015)  # half the usual tolerance
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16).stored_as(kv_dtype)
     kernels = TritonKernels(is_exact=False, is_specialized=is_specialized, dequantizes_first="always")
-    dequantized = []
+    dequantized_pools = []
 
-    def noted(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
-        dequantized.append(dequantize_blocks(pool, layer, block_ids, dtype))
-        return dequantized[-1]
+    def recorded_dequantize(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
+        dequantized_pools.append(dequantize_blocks(pool, layer, block_ids, dtype))
+        return dequantized_pools[-1]
 
-    monkeypatch.setattr("radixkv.model.attention.triton_kernels.dequantize_blocks", noted)
+    monkeypatch.setattr("radixkv.model.attention.triton_kernels.dequantize_blocks", recorded_dequantize)
     check_attention(kernels, AttentionUse((AttentionKind(2, 100, 30.0),), BF16, shape, 64, CPU, is_exact=False))
-    assert {pool.dtype for pool in dequantized} == {BF16}, "all of it went over the quantized pool"
+    assert {pool.dtype for pool in dequantized_pools} == {BF16}, "blocks were dequantized before attention"
 
 
 @pytest.mark.long
@@ -203,25 +207,25 @@ def test_a_trial_detects_wrong_dequantization(
 ) -> None:
     interpret_kernels(monkeypatch)
 
-    def of_the_next_block(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
+    def dequantize_wrong_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
         return dequantize_blocks(pool, layer, block_ids.roll(1), dtype)
 
-    monkeypatch.setattr("radixkv.model.attention.triton_kernels.dequantize_blocks", of_the_next_block)
+    monkeypatch.setattr("radixkv.model.attention.triton_kernels.dequantize_blocks", dequantize_wrong_blocks)
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=32, dtype=BF16).stored_as("int8")
     use = AttentionUse((KIND,), BF16, shape, 64, CPU, is_exact=False)
-    tried = candidates(use, (8, 0))
-    chosen = try_candidates(tried, lambda name: try_attention_here(name, use))
-    assert chosen is tried["attention through pointers"]
+    kernels_by_name = candidates(use, (8, 0))
+    chosen = try_candidates(kernels_by_name, lambda name: try_attention_here(name, use))
+    assert chosen is kernels_by_name["attention through pointers"]
     (record,) = caplog.records
     assert record.getMessage().startswith("attention over blocks dequantized first is not used: attention over int8")
 
 
-def test_on_a_gpu_the_service_tries_kernels_that_suit_gpu_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[object] = []
+def test_on_a_gpu_only_kernels_that_suit_the_gpu_and_the_pool_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials: list[object] = []
 
     def refuse(*trial: object) -> None:
-        tried.append(trial)
-        raise UnsupportedModel("not here")
+        trials.append(trial)
+        raise UnsupportedModel("the trial failed")
 
     hopper = SimpleNamespace(major=9, minor=0, multi_processor_count=114)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
@@ -231,10 +235,10 @@ def test_on_a_gpu_the_service_tries_kernels_that_suit_gpu_and_pool(monkeypatch: 
         AttentionUse((KIND,), BF16, shape, block_size, model.device, model.is_exact),
     )
     assert isinstance(choose_attention_kernels(model, shape, 64, refuse), TritonKernels)
-    assert tried == [("warp-specialized attention", *model.attention_uses(shape, 64))]
-    tried.clear()
+    assert trials == [("warp-specialized attention", *model.attention_uses(shape, 64))]
+    trials.clear()
     assert isinstance(choose_attention_kernels(model, shape.stored_as("int8"), 64, refuse), TritonKernels)
-    assert tried == [], "nothing else does"
+    assert trials == [], "only one kind of kernels suits an int8 pool in exact mode, so they need no trial"
     model.is_exact = False
     kernels = choose_attention_kernels(model, shape.stored_as("int8"), 64, lambda *_: None)
     assert isinstance(kernels, TritonKernels)
@@ -250,24 +254,24 @@ def model_on_a_cpu(dtype: torch.dtype) -> tuple[Any, KVShape]:
 
 
 @pytest.fixture
-def has_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels in C++ that compute what torch does, on any machine."""
+def native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a machine without the library have native kernels, which compute what torch does."""
     monkeypatch.setattr(on_cpu, "native_library", lambda: ctypes.CDLL(None))
-    monkeypatch.setattr(on_cpu, "NativeKernels", lambda library: Native())
+    monkeypatch.setattr(on_cpu, "NativeKernels", lambda library: FakeNativeKernels())
 
 
-class Native(Broken):
-    pass
+class FakeNativeKernels(SpoiledKernels):
+    """Correct kernels of another class than `TorchKernels`."""
 
 
-@pytest.mark.usefixtures("has_library")
-def test_on_a_cpu_cpp_kernels_serve() -> None:
+@pytest.mark.usefixtures("native_kernels")
+def test_on_a_cpu_native_kernels_are_used() -> None:
     for dtype in (torch.float32, BF16):
-        assert isinstance(choose_attention_kernels(*model_on_a_cpu(dtype), 16), Native)
+        assert isinstance(choose_attention_kernels(*model_on_a_cpu(dtype), 16), FakeNativeKernels)
 
 
-@pytest.mark.usefixtures("has_library")
-def test_on_a_cpu_torch_serves_where_kernels_in_cpp_are_wrong(
+@pytest.mark.usefixtures("native_kernels")
+def test_on_a_cpu_torch_is_used_if_native_kernels_are_wrong(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(on_cpu, "NativeKernels", lambda library: WrongNumbers())
@@ -275,7 +279,7 @@ def test_on_a_cpu_torch_serves_where_kernels_in_cpp_are_wrong(
     assert caplog.messages[0].startswith("native attention is not used: attention over bf16 on cpu: expected")
 
 
-@pytest.mark.usefixtures("has_library")
+@pytest.mark.usefixtures("native_kernels")
 def test_on_a_cpu_the_environment_may_exclude_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RADIXKV_REFUSED_ATTENTION", "native attention")
     assert type(choose_attention_kernels(*model_on_a_cpu(BF16), 16)) is TorchKernels
@@ -285,7 +289,7 @@ def test_kernels_excluded_by_the_environment_are_not_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
-        raise AssertionError("it was tried")
+        raise AssertionError("kernels were tried")
 
     hopper = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)

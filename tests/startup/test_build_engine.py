@@ -11,7 +11,7 @@ import pytest
 from radixkv.api.statement import DAY_S, day_name
 from radixkv.config import Config
 from radixkv.errors import ConfigError, StoreUnavailable
-from radixkv.startup import build_engine as module
+from radixkv.startup import build_engine as build_engine_module
 from radixkv.startup.build_engine import build_engine
 from radixkv.startup.progress import StartProgress
 from radixkv.statements.day_files import DayFiles
@@ -26,10 +26,10 @@ def test_the_log_has_each_stage_with_its_duration(tmp_path: Path, caplog: pytest
     directory = write_checkpoint(CONFIGS["llama"], tmp_path / "llama")
     with caplog.at_level(logging.INFO, logger="radixkv"):
         build_engine(config(f"model.path={directory}"))
-    stages = [record.getMessage() for record in caplog.records]
-    once_a_machine = ("compil", "using kernels", "waiting for another process", "choosing a matmul", "tried matmuls")
-    stages = [stage for stage in stages if not stage.startswith(once_a_machine)]
-    expected = [
+    # Lines of the first start on a machine, which compiles and measures kernels.
+    first_start = ("compil", "using kernels", "waiting for another process", "choosing a matmul", "tried matmuls")
+    stages = [message for message in caplog.messages if not message.startswith(first_start)]
+    patterns = [
         r"computing with \d+ threads?: .+",
         "loading the model",
         r"read 0\.\d MB of weights for the model's fingerprint in \d+\.\d+ s",
@@ -41,8 +41,8 @@ def test_the_log_has_each_stage_with_its_duration(tmp_path: Path, caplog: pytest
         r"allocated a pool of 64 blocks of 16 tokens: 0\.8 MB in fp32 on cpu",
         "opening the stores of blocks, and building the engine",
     ]
-    assert len(stages) == len(expected)
-    for stage, pattern in zip(stages, expected, strict=True):
+    assert len(stages) == len(patterns)
+    for stage, pattern in zip(stages, patterns, strict=True):
         assert re.fullmatch(pattern, stage)
 
 
@@ -59,10 +59,10 @@ def test_the_last_line_describes_the_server(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_ceiling_below_its_floor_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("a model was loaded"))
-    wrong = config("tenants.acme.floor_tokens=33", "tenants.acme.ceiling_tokens=47")
+    monkeypatch.setattr(build_engine_module, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    low_ceiling = config("tenants.acme.floor_tokens=33", "tenants.acme.ceiling_tokens=47")
     with pytest.raises(ConfigError, match=r"tenants\.acme\.ceiling_tokens: expected room for at least 3 whole blocks"):
-        build_engine(wrong)
+        build_engine(low_ceiling)
 
 
 def test_floors_beyond_the_pool_are_refused() -> None:
@@ -74,24 +74,24 @@ def fail(*_: object, **__: object) -> None:
     raise ConfigError("it failed")
 
 
-@pytest.mark.parametrize("step", ["load_model", "Engine", "load_adapters"])
+@pytest.mark.parametrize("failing_function", ["load_model", "Engine", "load_adapters"])
 def test_an_engine_that_cannot_be_built_leaves_its_statements_to_the_next_one(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failing_function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_statements = config(f"server.statement_path={tmp_path}", "tenants.acme.ceiling_tokens=512")
     with monkeypatch.context() as patched:
-        patched.setattr(module, step, fail)
+        patched.setattr(build_engine_module, failing_function, fail)
         with pytest.raises(ConfigError, match="it failed"):
             build_engine(with_statements)
     assert "radixkv-quota-shadows" not in [thread.name for thread in threading.enumerate()]
     engine = build_engine(with_statements)
-    engine.stop()  # it was never started
+    engine.stop()  # the engine was never started
     DayFiles.open(tmp_path).close()
 
 
 def test_a_day_that_cannot_be_read_leaves_the_statements_to_the_next_engine(tmp_path: Path) -> None:
     today = int(time.time() // DAY_S)
-    for day in (today, today + 1):  # the day may end meanwhile
+    for day in (today, today + 1):  # the day may end during the test
         (tmp_path / f"{day_name(day)}.json").mkdir()
     with pytest.raises(StoreUnavailable, match="cannot be read"):
         build_engine(config(f"server.statement_path={tmp_path}"))

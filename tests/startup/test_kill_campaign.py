@@ -21,11 +21,11 @@ ROOT_FOLDER = Path(__file__).parents[2]
 
 @pytest.mark.long
 def test_restarts_after_kills_answer_as_if_nothing_was_cached(tmp_path: Path) -> None:
-    result = tmp_path / "kills.json"
-    command = [sys.executable, "-m", "tests.startup.kill_campaign", "--kills", "3", "--json", str(result)]
+    report_file = tmp_path / "kills.json"
+    command = [sys.executable, "-m", "tests.startup.kill_campaign", "--kills", "3", "--json", str(report_file)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT_FOLDER, env=environment, check=True, timeout=3 * PATIENCE_S, capture_output=True)
-    report = json.loads(result.read_text())
+    report = json.loads(report_file.read_text())
     assert report["num_kills"] == sum(report["kills"].values()) == 3
     assert report["different"] == report["failed_lives"] == 0
     assert report["restarts_after_a_kill_that_served"] > 0
@@ -40,7 +40,7 @@ def campaign(tmp_path: Path) -> Campaign:
 
 
 def end_life(campaign: Campaign, *lines: str, moment: str = "", status: int = 0) -> None:
-    """Let a life report lines and end."""
+    """Let a life report these lines and those of a whole life, and end."""
     life = Life(0.0, moment)
     for line in (*lines, "opened", "found 0 0", "ready", "served", "checked", "stopped"):
         campaign.note(life, line.split())
@@ -67,7 +67,7 @@ def test_a_failing_life_is_detected(campaign: Campaign, status: int) -> None:
     assert not campaign.report.is_good
 
 
-def test_only_kills_that_were_meant_count_and_the_lives_after_them(campaign: Campaign) -> None:
+def test_only_planned_kills_and_the_lives_after_them_are_counted(campaign: Campaign) -> None:
     end_life(campaign, moment="stop", status=-signal.SIGKILL)
     end_life(campaign, "answer 0 right 0 16", moment="stop")
     end_life(campaign, "answer 0 right 0 16")
@@ -76,8 +76,8 @@ def test_only_kills_that_were_meant_count_and_the_lives_after_them(campaign: Cam
     assert campaign.report.restarts_after_a_kill_that_served == 1
 
 
-def test_purged_prompts_are_requested_in_the_next_lives(campaign: Campaign) -> None:
+def test_purged_callers_are_verified_by_later_lives(campaign: Campaign) -> None:
     end_life(campaign, "purged 0", "purged 2")
     assert campaign.purged == {0, 2}
-    end_life(campaign, "used 2")
+    end_life(campaign, "verified 2")
     assert campaign.purged == {0}

@@ -13,7 +13,8 @@ import pytest
 
 from radixkv.startup.lean_imports import _CompilerStandIn, _SubmoduleFinder
 
-_REAL = """
+# The compiler of a fake package: it records the functions that are marked for it.
+_COMPILER_SOURCE = """
 from {package}._dynamo import config
 loads = config.loads
 marked = []
@@ -46,23 +47,24 @@ assert isinstance(TransformGetItemToIndex(), real)
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A package like torch, with a compiler that is not imported yet."""
+    """A package that imitates torch: its compiler `_dynamo` is a stand-in until the compiler is used."""
     name = "torch_of_a_test"
     folder = tmp_path / name / "_dynamo"
     folder.mkdir(parents=True)
     (tmp_path / name / "__init__.py").touch()
-    (folder / "__init__.py").write_text(_REAL.format(package=name))
+    (folder / "__init__.py").write_text(_COMPILER_SOURCE.format(package=name))
     (folder / "config.py").write_text("loads = []\nloads.append(1)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    before = list(sys.meta_path)
+    finders_before = list(sys.meta_path)
     package = importlib.import_module(name)
     compiler = _CompilerStandIn(package)
     sys.modules[compiler.__name__] = package.__dict__["_dynamo"] = compiler
     sys.meta_path.insert(0, _SubmoduleFinder(compiler))
     yield package
-    sys.meta_path[:] = before
-    for each in [each for each in sys.modules if each.startswith(name)]:
-        del sys.modules[each]
+    sys.meta_path[:] = finders_before
+    for module_name in list(sys.modules):
+        if module_name.startswith(name):
+            del sys.modules[module_name]
 
 
 def test_marks_are_recorded_without_importing_the_compiler(package: ModuleType) -> None:

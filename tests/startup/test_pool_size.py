@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,15 +32,15 @@ def model() -> Model:
     return load_model(ModelConfig(device="cpu"))
 
 
-class Watched(TorchKernels):
-    """Records the steps for which it computes attention."""
+class RecordingKernels(TorchKernels):
+    """Records the lengths of the queries and of the K/V of each step for which it computes attention."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lens: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
 
     def paged_attention(self, query: torch.Tensor, pool: Any, layer: int, batch: Any, scoring: Any) -> torch.Tensor:
-        query_lens = tuple(b - a for a, b in zip(batch.query_starts, batch.query_starts[1:], strict=False))
+        query_lens = tuple(end - start for start, end in itertools.pairwise(batch.query_starts))
         self.lens.add((query_lens, tuple(batch.kv_lens)))
         return super().paged_attention(query, pool, layer, batch, scoring)
 
@@ -49,12 +50,13 @@ def one_block(model: Model) -> KVStorage:
 
 
 def choose(model: Model, memory: tuple[int, int] | None, **cache: Any) -> int:
-    asked = None if memory is None else lambda: memory
-    return choose_num_blocks(model, TorchKernels(), model.kv_shape, CacheConfig(**cache), ENGINE, NO_GRAPHS, asked)
+    """Return the number of blocks on a device with these free and total bytes; None for a device without a report."""
+    get_memory = None if memory is None else lambda: memory
+    return choose_num_blocks(model, TorchKernels(), model.kv_shape, CacheConfig(**cache), ENGINE, NO_GRAPHS, get_memory)
 
 
 def test_the_largest_step_has_every_token_and_request_and_the_longest_sequence(model: Model) -> None:
-    kernels = Watched()
+    kernels = RecordingKernels()
     run_largest_step(model, kernels, one_block(model), ENGINE)
     assert model.max_tokens is not None
     kv_lens = (model.max_tokens, 1, 1, 1)
@@ -63,14 +65,14 @@ def test_the_largest_step_has_every_token_and_request_and_the_longest_sequence(m
 
 
 def test_a_step_may_have_fewer_tokens_than_there_may_be_requests(model: Model) -> None:
-    kernels = Watched()
+    kernels = RecordingKernels()
     run_largest_step(model, kernels, one_block(model), EngineConfig(max_step_tokens=2, max_running_requests=9))
     assert kernels.lens == {((1, 1), (model.max_tokens, 1))}
 
 
 def test_no_sequence_is_longer_than_the_model_allows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "max_tokens", 10)
-    kernels = Watched()
+    kernels = RecordingKernels()
     run_largest_step(model, kernels, one_block(model), ENGINE)
     assert kernels.lens == {((10, 10, 3, 1), (10, 10, 3, 1)), ((1, 1, 1, 1), (10, 10, 3, 1))}
     kernels.lens.clear()
@@ -79,7 +81,7 @@ def test_no_sequence_is_longer_than_the_model_allows(model: Model, monkeypatch: 
 
 
 def test_the_pool_has_the_configured_size(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_size, "run_largest_step", lambda *_: pytest.fail("nothing has to be tried"))
+    monkeypatch.setattr(pool_size, "run_largest_step", lambda *_: pytest.fail("the largest step was run"))
     assert choose(model, (GIB, GIB), capacity_tokens=6400) == 100
     assert choose(model, None) == 131_072 // 64
 
@@ -113,19 +115,20 @@ def test_a_pool_on_a_cpu_follows_the_model_and_the_available_memory(
 
 
 def test_device_memory_is_used_up_to_the_configured_share(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-    monkeypatch.setattr(pool_size, "run_largest_step", lambda *_: tried.append("step"))
+    events = []
+    monkeypatch.setattr(pool_size, "run_largest_step", lambda *_: events.append("step"))
 
-    def memory() -> tuple[int, int]:
-        tried.append("memory")
-        return 6 * GIB, 8 * GIB
+    def get_memory() -> tuple[int, int]:
+        events.append("memory")
+        free_bytes, total_bytes = 6 * GIB, 8 * GIB
+        return free_bytes, total_bytes
 
     class Graphs:
         def __init__(self) -> None:
-            tried.append("captured")
+            events.append("captured")
 
         def __del__(self) -> None:
-            tried.append("forgotten")
+            events.append("deleted")
 
     def capture(storage: KVStorage, max_sequence_tokens: int, *, only_largest: bool) -> Graphs:
         assert only_largest
@@ -133,19 +136,20 @@ def test_device_memory_is_used_up_to_the_configured_share(model: Model, monkeypa
 
     capturer: Any = SimpleNamespace(capture=capture)
     cache = CacheConfig(memory_share=0.5)
-    num_blocks = choose_num_blocks(model, TorchKernels(), model.kv_shape, cache, ENGINE, capturer, memory)
-    assert tried == ["captured", "step", "memory", "forgotten"], "what graphs and a step need is not free"
+    num_blocks = choose_num_blocks(model, TorchKernels(), model.kv_shape, cache, ENGINE, capturer, get_memory)
+    assert events == ["captured", "step", "memory", "deleted"], "memory that graphs and a step take is not free"
+    # Half of 8 GiB, of which 2 GiB are in use.
     assert num_blocks == 2 * GIB // (64 * model.kv_shape.token_bytes)
 
 
 def test_the_memory_of_the_largest_step_is_held_after_the_capture(
     model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given: list[tuple[object, ...]] = []
-    monkeypatch.setattr(pool_size, "run_largest_step", lambda *inputs: given.append(inputs))
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(pool_size, "run_largest_step", lambda *arguments: calls.append(arguments))
     storage, kernels = one_block(model), TorchKernels()
     reserve_step_memory(model, kernels, storage, ENGINE)
-    assert given == [(model, kernels, storage, ENGINE)]
+    assert calls == [(model, kernels, storage, ENGINE)]
 
     def run_out(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -157,11 +161,11 @@ def test_the_memory_of_the_largest_step_is_held_after_the_capture(
 
 def test_a_quantized_pool_has_more_blocks(model: Model) -> None:
     int8 = model.kv_shape.stored_as("int8")
-    kinds = [
+    num_blocks, num_int8_blocks = (
         choose_num_blocks(model, TorchKernels(), shape, CacheConfig(), ENGINE, NO_GRAPHS, lambda: (GIB, GIB))
         for shape in (model.kv_shape, int8)
-    ]
-    assert kinds[1] / kinds[0] == pytest.approx(model.kv_shape.token_bytes / int8.token_bytes, rel=1e-3)
+    )
+    assert num_int8_blocks / num_blocks == pytest.approx(model.kv_shape.token_bytes / int8.token_bytes, rel=1e-3)
 
 
 def test_without_room_for_a_block_the_service_does_not_start(model: Model) -> None:
@@ -212,19 +216,20 @@ def test_graphs_are_checked_before_they_serve(model: Model, monkeypatch: pytest.
     checked: list[tuple[object, ...]] = []
     graphs: Any = SimpleNamespace(shapes=["one"])
     capturer: Any = SimpleNamespace(capture=lambda storage, max_sequence_tokens: graphs)
-    monkeypatch.setattr("radixkv.startup.build_engine.drop_wrong_graphs", lambda *given: checked.append(given))
+    monkeypatch.setattr("radixkv.startup.build_engine.drop_wrong_graphs", lambda *arguments: checked.append(arguments))
     storage, kernels = one_block(model), TorchKernels()
     runner = make_runner(model, storage, kernels, capturer)
-    assert [given[:5] for given in checked] == [(graphs, model, storage, kernels, 16)]
+    assert [arguments[:5] for arguments in checked] == [(graphs, model, storage, kernels, 16)]
     assert runner.has_graphs
     assert not runner.without_graphs().has_graphs
 
 
 class TestAvailableBytes:
-    """Main memory, from made-up files of the system."""
+    """Available main memory, read from fake files in place of /proc and /sys."""
 
     @staticmethod
     def write(root: Path, limit: str | None) -> Path:
+        """Write files that state 3,000 KiB available, and perhaps a limit of a cgroup that uses 1,000,000 bytes."""
         (root / "proc").mkdir()
         (root / "proc/meminfo").write_text("MemTotal:  4000 kB\nMemAvailable:  3000 kB\nHugePages_Total:  0\n")
         if limit is not None:
@@ -294,8 +299,8 @@ def test_a_pool_beyond_the_memory_gets_a_warning(
 
 def test_adapters_have_memory_of_their_own(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = (8 * GIB, 10 * GIB)
-    without = choose(model, memory, block_size=16)
-    held = SimpleNamespace(adapters=SimpleNamespace(max_bytes=GIB))
-    monkeypatch.setattr(model, "adapted", held)
+    num_blocks_without_adapters = choose(model, memory, block_size=16)
+    monkeypatch.setattr(model, "adapted", SimpleNamespace(adapters=SimpleNamespace(max_bytes=GIB)))
+    num_blocks = choose(model, memory, block_size=16)
     block_bytes = 16 * model.kv_shape.token_bytes
-    assert without - choose(model, memory, block_size=16) == GIB // block_bytes
+    assert num_blocks_without_adapters - num_blocks == GIB // block_bytes

@@ -30,6 +30,7 @@ def test_a_phase_is_logged_when_it_begins(progress: StartProgress, caplog: pytes
 def test_a_phase_is_logged_again_only_after_a_time_without_a_line(
     progress: StartProgress, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """`remind` returns the seconds until the next reminder."""
     progress.begin("loading the model")
     clock.now_s += 3.0
     assert progress.remind() == 1.0
@@ -66,7 +67,7 @@ def test_a_new_phase_has_its_own_time_and_details(
     ]
 
 
-def test_the_last_line_has_the_whole_time_and_what_was_noted(
+def test_the_last_line_has_the_total_time_and_the_notes(
     progress: StartProgress, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     progress.note("model tiny on cpu")

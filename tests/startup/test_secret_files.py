@@ -54,6 +54,6 @@ def test_a_secret_that_every_user_can_write_is_refused(key: str, secret: Path) -
         require_secret_files(config_of(key, link))
 
 
-def test_missing_files_are_reported_elsewhere(tmp_path: Path) -> None:
+def test_missing_files_are_left_to_other_checks(tmp_path: Path) -> None:
     require_secret_files(config_of("tiers.secret_file", tmp_path / "missing"))
     require_secret_files(Config())

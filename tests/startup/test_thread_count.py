@@ -10,8 +10,8 @@ import pytest
 from radixkv.startup.thread_count import available_cpus, choose_thread_count
 
 
-def machine(root: Path, siblings: dict[int, str], cgroup: str = "", files: dict[str, str] | None = None) -> Path:
-    """Lay out the files of /proc and /sys that describe a machine."""
+def write_machine(root: Path, siblings: dict[int, str], cgroup: str = "", files: dict[str, str] | None = None) -> Path:
+    """Write files of /proc and /sys that describe a machine: hardware threads per core by CPU, and cgroups."""
     for cpu, text in siblings.items():
         folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         folder.mkdir(parents=True)
@@ -28,7 +28,7 @@ def machine(root: Path, siblings: dict[int, str], cgroup: str = "", files: dict[
 FOUR_CORES = {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}
 
 
-def count(system: Path, cpus: set[int], **environment: str) -> int:
+def thread_count(system: Path, cpus: set[int], **environment: str) -> int:
     return choose_thread_count(None, environment, cpus, system).count
 
 
@@ -39,18 +39,18 @@ def test_the_configuration_takes_precedence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "expected"), [("2", 2), ("2,1", 2), (" 3 ", 3), ("", 4), ("0", 4), ("many", 4)])
 def test_the_environment_comes_second(tmp_path: Path, text: str, expected: int) -> None:
-    assert count(machine(tmp_path, FOUR_CORES), set(range(8)), OMP_NUM_THREADS=text) == expected
+    assert thread_count(write_machine(tmp_path, FOUR_CORES), set(range(8)), OMP_NUM_THREADS=text) == expected
 
 
 def test_two_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
-    system = machine(tmp_path, FOUR_CORES)
-    assert count(system, set(range(8))) == 4
-    assert count(system, {0, 1, 4, 5}) == 2
-    assert count(system, {0, 5}) == 2
+    system = write_machine(tmp_path, FOUR_CORES)
+    assert thread_count(system, set(range(8))) == 4
+    assert thread_count(system, {0, 1, 4, 5}) == 2
+    assert thread_count(system, {0, 5}) == 2
 
 
 def test_without_a_description_of_cores_each_cpu_counts(tmp_path: Path) -> None:
-    assert count(tmp_path, {0, 1, 2}) == 3
+    assert thread_count(tmp_path, {0, 1, 2}) == 3
 
 
 @pytest.mark.parametrize(
@@ -77,22 +77,22 @@ def test_without_a_description_of_cores_each_cpu_counts(tmp_path: Path) -> None:
     ],
 )
 def test_a_cpu_quota_bounds_the_threads(tmp_path: Path, cgroup: str, files: dict[str, str], expected: int) -> None:
-    assert count(machine(tmp_path, FOUR_CORES, cgroup, files), set(range(8))) == expected
+    assert thread_count(write_machine(tmp_path, FOUR_CORES, cgroup, files), set(range(8))) == expected
 
 
 def test_the_reason_names_quota_and_cores(tmp_path: Path) -> None:
-    system = machine(tmp_path, FOUR_CORES, "0::/\n", {"cpu.max": "150000 100000\n"})
+    system = write_machine(tmp_path, FOUR_CORES, "0::/\n", {"cpu.max": "150000 100000\n"})
     chosen = choose_thread_count(None, {}, set(range(8)), system)
     assert (chosen.count, chosen.reason) == (1, "a CPU quota of 1.5 and 4 cores in the CPU affinity")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 def test_the_affinity_of_this_process_is_seen() -> None:
-    before = os.sched_getaffinity(0)
-    one = {min(before)}
-    os.sched_setaffinity(0, one)
+    cpus_before = os.sched_getaffinity(0)
+    one_cpu = {min(cpus_before)}
+    os.sched_setaffinity(0, one_cpu)
     try:
-        assert available_cpus() == one
+        assert available_cpus() == one_cpu
         assert choose_thread_count(None, {}).count == 1
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, cpus_before)

@@ -27,7 +27,7 @@ def test_white_space_around_a_secret_is_ignored(tmp_path: Path) -> None:
     assert secrets[0] == secrets[1] != secrets[2]
 
 
-def test_a_key_makes_ciphers(tmp_path: Path) -> None:
+def test_a_key_file_gives_each_tenant_a_cipher_of_its_own(tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="the extra `encryption` is not installed")
     (tmp_path / "key").write_text("ab" * 32 + "\n")
     ciphers = ciphers_of(TiersConfig(encryption_key_file=str(tmp_path / "key")))

@@ -48,7 +48,9 @@ from tests.startup.running import running, settle
 pytestmark = pytest.mark.usefixtures("patient_guards")
 
 TRUSTED = "tiers.trusted=true"
-BLOCK_SIZE, POOL_TOKENS, PROMPT_TOKENS = 16, 256, 83  # five whole blocks of a pool of 16
+BLOCK_SIZE, POOL_TOKENS = 16, 256
+PROMPT_TOKENS = 83  # five full blocks, of a pool of 16, and three tokens
+FULL_BLOCK_TOKENS = 80  # the tokens of a prompt that tiers can store
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def config(checkpoint: Path, *settings: str) -> Config:
 
 @contextlib.contextmanager
 def engine(checkpoint: Path, *settings: str, choice: LoadOrCompute | None = None) -> Iterator[Engine]:
-    """An engine that loads what is stored, unless another choice is given."""
+    """Run an engine that loads all stored blocks of a prompt, unless `choice` compares loading with computing."""
     with running(build_engine(config(checkpoint, *settings), choice=choice or AlwaysLoad(BLOCK_SIZE))) as engine:
         yield engine
 
@@ -77,6 +79,7 @@ def ask(engine: Engine, seed: int, **params: bool) -> PrefillResult:
 
 
 def cold_logits(engine: Engine, seed: int) -> object:
+    """Return the logits of a prompt that is computed without the cache."""
     return ask(engine, seed, read_cache=False, write_cache=False).logits
 
 
@@ -85,6 +88,7 @@ def latent_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(MODELS["deepseek_v3"], tmp_path_factory.mktemp("tiers") / "latent")
 
 
+# Each of the three layers stores a latent of 48 numbers per token, in int8 with a scale of 4 bytes.
 @pytest.mark.parametrize(("kv_dtype", "token_bytes"), [("auto", 3 * 48 * 4), ("int8", 3 * (48 + 4))])
 def test_stored_latents_have_the_bits_of_those_computed_alone(
     latent_checkpoint: Path, kv_dtype: str, token_bytes: int, tmp_path: Path
@@ -95,17 +99,17 @@ def test_stored_latents_have_the_bits_of_those_computed_alone(
         settle(served)
         assert served.offload is not None
         size = served.offload.tiers["host"].size()
-        spare_bytes = size.used_bytes / size.num_objects - object_bytes(BLOCK_SIZE, BLOCK_SIZE * token_bytes)
-        assert 0 <= spare_bytes < 64, "an object begins where a line of the processor's cache does"
+        padding_bytes = size.used_bytes / size.num_objects - object_bytes(BLOCK_SIZE, BLOCK_SIZE * token_bytes)
+        assert 0 <= padding_bytes < 64, "objects are aligned to the processor's cache lines of 64 bytes"
         loaded = [ask(served, seed) for seed in range(6)]
-        assert [each.usage.host_tokens for each in loaded] == [80] * 6
+        assert [each.usage.host_tokens for each in loaded] == [FULL_BLOCK_TOKENS] * 6
         for seed, result in enumerate(loaded):
             np.testing.assert_array_equal(result.logits, before[seed])
             np.testing.assert_array_equal(result.logits, cold_logits(served, seed))
     with engine(latent_checkpoint, *tiers[1:], f"cache.kv_dtype={kv_dtype}") as served:
         settle(served)
         restarted = ask(served, 0)
-        assert restarted.usage.disk_tokens == 80
+        assert restarted.usage.disk_tokens == FULL_BLOCK_TOKENS
         np.testing.assert_array_equal(restarted.logits, before[0])
 
 
@@ -116,21 +120,21 @@ def test_a_loaded_prompt_has_the_bits_of_one_computed_alone(checkpoint: Path, kv
             ask(served, seed)
         settle(served)
         results = [ask(served, seed) for seed in range(6)]
-        assert [each.usage.host_tokens for each in results] == [80] * 6
+        assert [each.usage.host_tokens for each in results] == [FULL_BLOCK_TOKENS] * 6
         for seed, result in enumerate(results):
             np.testing.assert_array_equal(result.logits, cold_logits(served, seed))
 
 
-class Counting:
-    """Copies in C++, and how many calls of each were not declined."""
+class CountingCopies:
+    """Copies in C++. Counts the calls of each function that copied, rather than declined to."""
 
     def __init__(self, native: NativeCopies) -> None:
         self.num_done: Counter[str] = Counter()
         self._native = native
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        def call(*given: object) -> object:
-            result = getattr(self._native, name)(*given)
+        def call(*arguments: object) -> object:
+            result = getattr(self._native, name)(*arguments)
             self.num_done[name] += bool(result)
             return result
 
@@ -140,22 +144,26 @@ class Counting:
 def test_stores_and_the_pool_are_given_copies_in_cpp(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    native = Counting(native_or_skip())
+    native = CountingCopies(native_or_skip())
     monkeypatch.setattr(copies, "MIN_FILLED_BYTES", 0)
     monkeypatch.setattr(tiers, "native_copies", lambda: native)
-    settings = ("tiers.host_bytes=10000000", f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=10000000")
-    for has_host in (True, False):
-        with engine(checkpoint, *settings[not has_host :]) as served:
-            settle(served)  # the disk is known
-            for seed in range(12 if has_host else 1):
-                ask(served, seed)
-                settle(served)
+    disk = (f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=10000000")
+    with engine(checkpoint, "tiers.host_bytes=10000000", *disk) as served:
+        settle(served)  # so that the disk is scanned
+        for seed in range(12):
+            ask(served, seed)
+            settle(served)
+    with engine(checkpoint, *disk) as served:  # loads a prompt from the disk
+        settle(served)
+        ask(served, 0)
+        settle(served)
     assert set(native.num_done) == {"copy_checked", "read_checked", "write_checked", "fill"}
     assert all(native.num_done.values())
 
 
 def test_an_engine_uses_the_choice_between_loading_and_computing_that_is_passed_to_it(checkpoint: Path) -> None:
     choice = LoadOrCompute(BLOCK_SIZE)
+    # As if a load took 1e6 seconds per block.
     for num_blocks in (1, 5):
         choice.note_start("host", num_blocks)
         choice.note_end("host", num_blocks, 1e6 * num_blocks)
@@ -164,43 +172,46 @@ def test_an_engine_uses_the_choice_between_loading_and_computing_that_is_passed_
             ask(served, seed)
         settle(served)
         usage = ask(served, 0).usage
-        assert (usage.host_tokens, usage.computed_tokens) == (0, PROMPT_TOKENS), "loads are supposed to take days"
+        assert (usage.host_tokens, usage.computed_tokens) == (0, PROMPT_TOKENS), (
+            "a load seems to take longer than the prefill"
+        )
         assert served.offload is not None
         assert served.offload.stats()[0].computed_blocks == 5
 
 
 def test_a_floor_and_a_retention_hold_in_stores(checkpoint: Path) -> None:
-    bounds = ("tenants.acme.floor_tokens=96", "tiers.host_bytes=200000")  # six of sixteen blocks
-    with engine(checkpoint, *bounds) as served:
+    settings = ("tenants.acme.floor_tokens=96", "tiers.host_bytes=200000")
+    with engine(checkpoint, *settings) as served:
         assert served.offload is not None
         num_blocks = served.offload.index.tiers["host"].num_blocks
+        # The floor is 6 of the 16 blocks of the device, and the same share of host memory, which holds a prompt.
         assert 6 * num_blocks // 16 >= 5
-        for seed in (0, 100):  # more than acme's floor on the device
+        for seed in (0, 100):  # ten blocks, which is more than the floor
             ask(served, seed)
         for seed in range(1, 4 + num_blocks // 3):
             served.prefill(PrefillParams(prompt(seed), Caller("other"))).result(PATIENCE_S)
             if seed == 3:
                 settle(served)
-                keep = served.retain(prompt(1), Retention(90), Caller("other")).result(PATIENCE_S)
-                assert keep.grant.granted_tokens > 0
+                grant = served.retain(prompt(1), Retention(90), Caller("other")).result(PATIENCE_S).grant
+                assert grant.granted_tokens > 0
         settle(served)
-        assert ask(served, 0).usage.host_tokens == 80, "acme's floor keeps it"
-        kept = served.prefill(PrefillParams(prompt(1), Caller("other"))).result(PATIENCE_S)
-        assert kept.usage.cached_tokens == keep.grant.granted_tokens // BLOCK_SIZE * BLOCK_SIZE
+        assert ask(served, 0).usage.host_tokens == FULL_BLOCK_TOKENS, "the floor of acme protects the prompt"
+        retained = served.prefill(PrefillParams(prompt(1), Caller("other"))).result(PATIENCE_S)
+        assert retained.usage.cached_tokens == grant.granted_tokens // BLOCK_SIZE * BLOCK_SIZE
         assert served.segments.stored("host", 0, "acme", 10).result(PATIENCE_S).namespaces[0].num_blocks >= 5
 
 
 def test_a_restart_finds_cached_blocks(checkpoint: Path, tmp_path: Path) -> None:
-    """It finds blocks that were evicted, and those that were on the device at the end."""
+    """The second engine finds blocks that the first one evicted, and blocks that it had on the device at its end."""
     disk = f"tiers.disk_path={tmp_path}"
     with engine(checkpoint, disk, "tiers.disk_bytes=10000000") as served:
         before = [ask(served, seed).logits for seed in range(6)]
         assert served.offload is not None
     with engine(checkpoint, disk, "tiers.disk_bytes=10000000") as served:
-        settle(served)  # what the disk holds is known
+        settle(served)  # so that the disk is scanned
         for seed, logits in enumerate(before):
             result = ask(served, seed)
-            assert result.usage.disk_tokens == 80
+            assert result.usage.disk_tokens == FULL_BLOCK_TOKENS
             np.testing.assert_array_equal(result.logits, logits)
         purged = served.purge(tenant="acme").result(PATIENCE_S)
         assert purged.stored_blocks == {"disk": 30}
@@ -222,7 +233,7 @@ def test_a_disk_smaller_than_the_device_gets_the_most_recently_used_blocks(check
             ask(served, seed)
     with engine(checkpoint, *disk) as served:
         settle(served)
-        assert ask(served, 2).usage.disk_tokens == 80
+        assert ask(served, 2).usage.disk_tokens == FULL_BLOCK_TOKENS
 
 
 def test_after_a_restart_the_disk_evicts_in_lru_order(checkpoint: Path, tmp_path: Path) -> None:
@@ -236,26 +247,37 @@ def test_after_a_restart_the_disk_evicts_in_lru_order(checkpoint: Path, tmp_path
         assert served.offload is not None
         tier_index, keys = served.offload.index.tiers["disk"], served.offload.index.key_blocks
         namespace = tier_index.owned[next(iter(tier_index))]
-        order = [key for seed in (2, 3, 1) for key in reversed([each.key for each in keys(namespace, prompt(seed))])]
-        assert list(tier_index) == order
+        lru_order = []
+        for seed in (2, 3, 1):  # the first prompt was used again
+            block_keys = [block.key for block in keys(namespace, prompt(seed))]
+            lru_order += reversed(block_keys)  # the end of a prompt is evicted before its beginning
+        assert list(tier_index) == lru_order
 
 
 def test_retention_survives_a_restart(checkpoint: Path, tmp_path: Path) -> None:
     """The disk, of 25 blocks, evicts other blocks for those of later prompts."""
-    block_bytes = object_bytes(BLOCK_SIZE, BLOCK_SIZE * 3 * 2 * 2 * 16 * 4) + 4096
+    token_bytes = 3 * 2 * 2 * 16 * 4  # three layers, K and V of two heads of 16 numbers in float32
+    block_bytes = object_bytes(BLOCK_SIZE, BLOCK_SIZE * token_bytes) + 4096
     disk = (f"tiers.disk_path={tmp_path}", f"tiers.disk_bytes={25 * block_bytes}")
     with engine(checkpoint, *disk) as served:
         for seed in (1, 2):
             ask(served, seed)
-        granted = served.retain(prompt(1), Retention(90, ttl_s=3600.0), Caller("acme")).result(PATIENCE_S).grant
-        assert granted.granted_tokens > 0
+        grant = served.retain(prompt(1), Retention(90, ttl_s=3600.0), Caller("acme")).result(PATIENCE_S).grant
+        assert grant.granted_tokens > 0
     with engine(checkpoint, *disk) as served:
         settle(served)
         for seed in range(10, 20):
             ask(served, seed)
         settle(served)
         assert ask(served, 2).usage.cached_tokens == 0
-        assert ask(served, 1).usage.disk_tokens == granted.granted_tokens // BLOCK_SIZE * BLOCK_SIZE
+        assert ask(served, 1).usage.disk_tokens == grant.granted_tokens // BLOCK_SIZE * BLOCK_SIZE
+
+
+def wait_for_scan(engine: Engine) -> None:
+    """Wait until the disk is scanned; unlike `settle`, without a call that the engine's thread executes."""
+    assert engine.offload is not None
+    for _ in engine.offload.wait_for_scan():
+        pass
 
 
 def test_a_restart_reports_stored_blocks_immediately(checkpoint: Path, tmp_path: Path) -> None:
@@ -263,14 +285,12 @@ def test_a_restart_reports_stored_blocks_immediately(checkpoint: Path, tmp_path:
     with engine(checkpoint, *disk) as served:
         ask(served, 1)
     with engine(checkpoint, *disk) as served:
-        assert served.offload is not None
-        assert set(served.offload.wait_for_scan()) <= {None}
-        assert served.probe(prompt(1), Caller("acme")).result(PATIENCE_S).stored_tokens == 80
+        wait_for_scan(served)
+        assert served.probe(prompt(1), Caller("acme")).result(PATIENCE_S).stored_tokens == FULL_BLOCK_TOKENS
         (stats,) = served.stats(tenant="acme").result(PATIENCE_S).tenants
         assert stats.stored_blocks == {"disk": 5}
     with engine(checkpoint, *disk) as served:
-        assert served.offload is not None
-        assert set(served.offload.wait_for_scan()) <= {None}
+        wait_for_scan(served)
         grant = served.retain(prompt(1), Retention(90), Caller("acme")).result(PATIENCE_S).grant
         assert grant.granted_tokens > 0
 
@@ -284,11 +304,14 @@ def test_an_encrypted_disk_is_read_with_its_key_alone(
     key = f"tiers.encryption_key_file={tmp_path}/key"
     with engine(checkpoint, disk, key) as served:
         before = ask(served, 1).logits
-    assert all(prompt(1)[:64] not in path.read_bytes() for path in (tmp_path / "disk").glob("*/*"))
+    files = [path for path in (tmp_path / "disk").rglob("*") if path.is_file()]
+    assert files
+    first_block = prompt(1)[: 4 * BLOCK_SIZE]
+    assert all(first_block not in path.read_bytes() for path in files), "tokens are encrypted as well"
     with engine(checkpoint, disk, key) as served:
         settle(served)
         result = ask(served, 1)
-        assert result.usage.disk_tokens == 80
+        assert result.usage.disk_tokens == FULL_BLOCK_TOKENS
         np.testing.assert_array_equal(result.logits, before)
     for settings in ([disk], [disk, f"tiers.encryption_key_file={tmp_path}/other"]):
         with engine(checkpoint, *settings) as served:
@@ -320,7 +343,7 @@ def test_blocks_of_another_format_are_not_found(checkpoint: Path, tmp_path: Path
 
 
 def working_tiers(engine: Engine) -> dict[str, float]:
-    """The metric of the stores that work, by name."""
+    """Return the metric `radixkv_tier_working` by tier: 1 if the store works, else 0."""
     metrics = EngineGauges(engine, PATIENCE_S).collect()
     (family,) = [each for each in metrics if each.name == "radixkv_tier_working"]
     return {sample.labels["tier"]: sample.value for sample in family.samples}
@@ -369,19 +392,22 @@ def test_host_memory_below_a_block_is_refused(checkpoint: Path) -> None:
         build_engine(config(checkpoint, "tiers.host_bytes=1000"))
 
 
-def redis(folder: Path, *settings: str) -> contextlib.AbstractContextManager[RedisServer]:
+def redis_or_skip(folder: Path, *settings: str) -> contextlib.AbstractContextManager[RedisServer]:
+    """Return a Redis server for the time of a block; skips the test if none is installed."""
     if SERVER is None:
         pytest.skip(WHY_NOT)
     folder.mkdir(exist_ok=True)
     return redis_server(folder, *settings)
 
 
-def secret_at(folder: Path, secret: str = "between the two of us\n") -> str:
+def write_secret(folder: Path, secret: str = "between the two of us\n") -> str:
+    """Write a secret file, and return the setting that names it."""
     (folder / "secret").write_text(secret)
     return f"tiers.secret_file={folder}/secret"
 
 
 def wait_for_redis(engine: Engine, num_blocks: int) -> None:
+    """Wait until an engine has saved this number of blocks to Redis."""
     assert engine.offload is not None
     counts = engine.offload.tiers["redis"].counts
     wait_until(lambda: sum(counts().saved.values()) >= num_blocks)
@@ -389,13 +415,13 @@ def wait_for_redis(engine: Engine, num_blocks: int) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_servers_that_share_a_redis_find_each_other_s_blocks(checkpoint: Path, tmp_path: Path, kv_dtype: str) -> None:
-    with redis(tmp_path) as server:
-        settings = (f"tiers.redis_url={server.url}", secret_at(tmp_path), f"cache.kv_dtype={kv_dtype}")
+    with redis_or_skip(tmp_path) as server:
+        settings = (f"tiers.redis_url={server.url}", write_secret(tmp_path), f"cache.kv_dtype={kv_dtype}")
         with engine(checkpoint, *settings) as first, engine(checkpoint, *settings) as second:
             before = ask(first, 1).logits
             wait_for_redis(first, 5)
             result = ask(second, 1)
-            assert (result.usage.remote_tokens, result.usage.cached_tokens) == (80, 80)
+            assert (result.usage.remote_tokens, result.usage.cached_tokens) == (FULL_BLOCK_TOKENS, FULL_BLOCK_TOKENS)
             np.testing.assert_array_equal(result.logits, before)
             np.testing.assert_array_equal(result.logits, cold_logits(second, 1))
             assert second.purge(tenant="acme").result(PATIENCE_S).stored_blocks == {"redis": 5}
@@ -403,45 +429,44 @@ def test_servers_that_share_a_redis_find_each_other_s_blocks(checkpoint: Path, t
             assert ask(third, 1).usage.cached_tokens == 0
 
 
-def test_a_server_remembers_few_blocks_of_a_shared_store_and_finds_the_others_by_asking(
+def test_a_server_remembers_few_blocks_of_a_shared_store_and_asks_the_store_for_the_others(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    with redis(tmp_path) as server:
-        settings = (f"tiers.redis_url={server.url}", secret_at(tmp_path), "tiers.known_blocks=3")
+    with redis_or_skip(tmp_path) as server:
+        settings = (f"tiers.redis_url={server.url}", write_secret(tmp_path), "tiers.known_blocks=3")
         with engine(checkpoint, *settings) as served:
             for seed in range(1, 6):
                 ask(served, seed)
                 wait_for_redis(served, 5 * seed)
             assert served.offload is not None
             assert len(served.offload.index.tiers["redis"]) == POOL_TOKENS // BLOCK_SIZE, (
-                "a prompt fills at most the pool"
+                "the bound is raised to the blocks of the pool, which a prompt may have"
             )
             found = ask(served, 1)
-            assert (found.usage.remote_tokens, found.usage.cached_tokens) == (80, 80)
+            assert (found.usage.remote_tokens, found.usage.cached_tokens) == (FULL_BLOCK_TOKENS, FULL_BLOCK_TOKENS)
             np.testing.assert_array_equal(found.logits, cold_logits(served, 1))
 
 
-@pytest.mark.parametrize("setting", ["cache.block_size=32", "tiers.secret_file="])
-def test_servers_that_differ_share_nothing(checkpoint: Path, tmp_path: Path, setting: str) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("between the two of us\n")
-    with redis(tmp_path / "redis") as server:
+@pytest.mark.parametrize("differs_in", ["block size", "secret"])
+def test_servers_that_differ_share_nothing(checkpoint: Path, tmp_path: Path, differs_in: str) -> None:
+    setting = "cache.block_size=32" if differs_in == "block size" else write_secret(tmp_path)
+    with redis_or_skip(tmp_path / "redis") as server:
         url = f"tiers.redis_url={server.url}"
         with engine(checkpoint, url, TRUSTED) as first:
             ask(first, 1)
             wait_for_redis(first, 5)
-        with engine(checkpoint, url, TRUSTED, setting + str(secret) * setting.endswith("=")) as second:
+        with engine(checkpoint, url, TRUSTED, setting) as second:
             assert ask(second, 1).usage.cached_tokens == 0
             assert second.purge().result(PATIENCE_S).stored_blocks is not None
         with engine(checkpoint, url, TRUSTED) as third:
-            assert ask(third, 1).usage.remote_tokens == 80
+            assert ask(third, 1).usage.remote_tokens == FULL_BLOCK_TOKENS
 
 
 def test_altered_blocks_of_a_redis_are_computed_and_reported(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with redis(tmp_path) as server:
-        settings = (f"tiers.redis_url={server.url}", secret_at(tmp_path))
+    with redis_or_skip(tmp_path) as server:
+        settings = (f"tiers.redis_url={server.url}", write_secret(tmp_path))
         with engine(checkpoint, *settings) as first:
             before = ask(first, 1).logits
             wait_for_redis(first, 5)
@@ -449,15 +474,16 @@ def test_altered_blocks_of_a_redis_are_computed_and_reported(
         for name in client.scan_iter():
             data = bytearray(client.get(name))
             data[-1000] ^= 4
-            client.set(name, bytes(data[:-16]) + xxh3_128_digest(bytes(data[:-16])))
+            content = bytes(data[:-16])
+            client.set(name, content + xxh3_128_digest(content))  # a right checksum, but without the secret
         with engine(checkpoint, *settings) as second:
             result = ask(second, 1)
             assert result.usage.cached_tokens == 0
             np.testing.assert_array_equal(result.logits, before)
             rejected = rejected_blocks(second)
             wait_for_redis(second, 5)
-        with engine(checkpoint, *settings) as third:  # the altered blocks were deleted, and written again
-            assert ask(third, 1).usage.remote_tokens == 80
+        with engine(checkpoint, *settings) as third:  # the second engine replaced the altered blocks
+            assert ask(third, 1).usage.remote_tokens == FULL_BLOCK_TOKENS
             assert rejected_blocks(third) == {}
         client.close()
     assert rejected == {("redis", "unauthentic"): 5}
@@ -465,18 +491,18 @@ def test_altered_blocks_of_a_redis_are_computed_and_reported(
     assert messages == ["tier redis: expected unmodified blocks of this model, got 5 that are unauthentic"]
 
 
-@pytest.mark.parametrize("protected", [True, False])
+@pytest.mark.parametrize("has_secret", [True, False])
 def test_altered_blocks_of_a_disk_are_computed_if_there_is_a_secret(
-    checkpoint: Path, tmp_path: Path, *, protected: bool
+    checkpoint: Path, tmp_path: Path, *, has_secret: bool
 ) -> None:
     """Without a secret, only the owner and the mode of the directory protect it; this test has write access."""
-    settings = [f"tiers.disk_path={tmp_path}/disk", *([secret_at(tmp_path)] if protected else [])]
+    settings = [f"tiers.disk_path={tmp_path}/disk", *([write_secret(tmp_path)] if has_secret else [])]
     with engine(checkpoint, *settings) as first:
         before = ask(first, 1).logits
     (directory,) = (tmp_path / "disk").iterdir()
     heads, blocks = (bytearray((directory / name).read_bytes()) for name in ("heads", "blocks"))
     sizes, body_bytes = slot_sizes_of(directory)
-    for slot in range(5):
+    for slot in range(5):  # change a bit of each block, and write a checksum that is right without a secret
         head = heads[slot * sizes.head_slot_bytes :][: sizes.head_bytes]
         blocks[slot * sizes.body_slot_bytes + 900] ^= 64
         body = blocks[slot * sizes.body_slot_bytes :][:body_bytes]
@@ -487,16 +513,16 @@ def test_altered_blocks_of_a_disk_are_computed_if_there_is_a_secret(
     with engine(checkpoint, *settings) as second:
         settle(second)
         result = ask(second, 1)
-        assert result.usage.disk_tokens == (0 if protected else 80)
-        assert np.array_equal(result.logits, before) == protected
-        assert rejected_blocks(second) == ({("disk", "unauthentic"): 5} if protected else {})
+        assert result.usage.disk_tokens == (0 if has_secret else FULL_BLOCK_TOKENS)
+        assert np.array_equal(result.logits, before) == has_secret
+        assert rejected_blocks(second) == ({("disk", "unauthentic"): 5} if has_secret else {})
 
 
-def test_another_secret_makes_blocks_on_disk_useless(checkpoint: Path, tmp_path: Path) -> None:
+def test_blocks_on_disk_are_not_used_with_another_secret(checkpoint: Path, tmp_path: Path) -> None:
     disk = f"tiers.disk_path={tmp_path}/disk"
-    with engine(checkpoint, disk, secret_at(tmp_path)) as first:
+    with engine(checkpoint, disk, write_secret(tmp_path)) as first:
         before = ask(first, 1).logits
-    with engine(checkpoint, disk, secret_at(tmp_path, "a later one of theirs")) as second:
+    with engine(checkpoint, disk, write_secret(tmp_path, "another secret of 16 bytes or more")) as second:
         settle(second)
         result = ask(second, 1)
         assert result.usage.cached_tokens == 0
@@ -505,7 +531,7 @@ def test_another_secret_makes_blocks_on_disk_useless(checkpoint: Path, tmp_path:
 
 
 def slot_sizes_of(directory: Path) -> tuple[SlotSizes, int]:
-    """The sizes of a slot in the directory of a disk, and the bytes of an object beyond its head."""
+    """Return the sizes of a slot in the directory of a disk, and the bytes of an object after its head."""
     payload_bytes = json.loads((directory / "format.json").read_text())["payload_bytes"]
     num_bytes = object_bytes(BLOCK_SIZE, payload_bytes)
     sizes = SlotSizes.of(max(num_bytes, object_bytes(BLOCK_SIZE, payload_bytes, is_sealed=True)), payload_bytes)
@@ -513,7 +539,7 @@ def slot_sizes_of(directory: Path) -> tuple[SlotSizes, int]:
 
 
 def rejected_blocks(engine: Engine) -> dict[tuple[str, str], float]:
-    """The metric of blocks that failed verification, by source and reason."""
+    """Return the metric of blocks that failed verification, by source and reason; reasons without blocks are absent."""
     metrics = EngineGauges(engine, PATIENCE_S).collect()
     (family,) = [each for each in metrics if each.name == "radixkv_rejected_blocks"]
     return {(each.labels["source"], each.labels["reason"]): each.value for each in family.samples}
@@ -522,7 +548,7 @@ def rejected_blocks(engine: Engine) -> dict[tuple[str, str], float]:
 def test_an_unreachable_redis_fails_no_request(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with redis(tmp_path) as server, engine(checkpoint, f"tiers.redis_url={server.url}", TRUSTED) as served:
+    with redis_or_skip(tmp_path) as server, engine(checkpoint, f"tiers.redis_url={server.url}", TRUSTED) as served:
         server.stop()
         for seed in range(6):
             assert ask(served, seed).usage.computed_tokens == PROMPT_TOKENS
@@ -535,7 +561,7 @@ def test_an_unreachable_redis_fails_no_request(
 def test_a_wrong_password_is_reported_without_showing_it(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with redis(tmp_path, "--requirepass", "correct") as server:
+    with redis_or_skip(tmp_path, "--requirepass", "correct") as server:
         url = server.url.replace("redis://", "redis://:hunter2@")
         with engine(checkpoint, f"tiers.redis_url={url}", TRUSTED) as served:
             for seed in range(6):
@@ -560,26 +586,27 @@ def test_bad_settings_of_shared_stores_are_refused(checkpoint: Path, settings: l
 
 
 def open_shelf(options: StoreOptions) -> StoreBackend:
-    """A plug-in, as another package would have one."""
+    """Open a store, as the entry point of another package would."""
     return HostStore(map_memory(options.max_bytes or 0), options.object_bytes)
 
 
-class Nameless(HostStore):
-    """Reports no capacity, and cannot be purged."""
+class StoreWithoutCapacity(HostStore):
+    """A store that reports no capacity, and so would have to be purgeable, which it is not."""
 
     def size(self) -> StoreSize:
         return StoreSize(None, None, None)
 
 
-def open_nameless(options: StoreOptions) -> StoreBackend:
-    return Nameless(map_memory(options.max_bytes or 0), options.object_bytes)
+def open_unbounded(options: StoreOptions) -> StoreBackend:
+    return StoreWithoutCapacity(map_memory(options.max_bytes or 0), options.object_bytes)
 
 
 @pytest.fixture
 def plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint(name, f"{__name__}:open_{name}", open_store.ENTRY_POINTS) for name in ("shelf", "nameless")]
+    """Entry points of stores named `shelf` and `unbounded`, as if a package with them were installed."""
+    points = [EntryPoint(name, f"{__name__}:open_{name}", open_store.ENTRY_POINTS) for name in ("shelf", "unbounded")]
     monkeypatch.setitem(sys.modules, __name__, sys.modules[open_shelf.__module__])
-    monkeypatch.setattr(open_store, "entry_points", lambda **wanted: EntryPoints(points).select(**wanted))
+    monkeypatch.setattr(open_store, "entry_points", lambda **criteria: EntryPoints(points).select(**criteria))
 
 
 @pytest.mark.usefixtures("plug_ins")
@@ -589,7 +616,7 @@ def test_a_plug_in_store_is_below_the_device(checkpoint: Path) -> None:
             ask(served, seed)
         settle(served)
         result = ask(served, 0)
-        assert result.usage.remote_tokens == 80
+        assert result.usage.remote_tokens == FULL_BLOCK_TOKENS
         np.testing.assert_array_equal(result.logits, cold_logits(served, 0))
 
 
@@ -597,7 +624,10 @@ def test_a_plug_in_store_is_below_the_device(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("stores.nameless.max_bytes=10000000", "store nameless: a store without `max_objects` must implement `purge`"),
+        (
+            "stores.unbounded.max_bytes=10000000",
+            "store unbounded: a store without `max_objects` must implement `purge`",
+        ),
         ("stores.drawer.place=x", "stores.drawer: expected the name of an installed package's entry point"),
         ("stores.redis.place=x", "stores.redis: expected the name of a plug-in's entry point"),
         ("stores.shelf.max_bytes=0", "stores.shelf.max_bytes: expected 1 to"),
@@ -616,18 +646,18 @@ def test_without_tiers_there_are_no_stores(checkpoint: Path) -> None:
 def test_a_process_with_other_numerics_finds_no_blocks(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Libraries may have chosen other kernels for the same model on the same machine."""
+    """The second engine computes another rounding, as with other kernels for the same model on the same machine."""
     monkeypatch.setattr("radixkv.model.model.native_library", lambda: None)
     disk = f"tiers.disk_path={tmp_path}"
     with engine(checkpoint, disk) as served:
         ask(served, 1)
-    rounded = torch.nn.functional.silu
-    with pytest.MonkeyPatch.context() as other:
-        other.setattr(torch.nn.functional, "silu", lambda *args, **kw: rounded(*args, **kw).nextafter(torch.ones(1)))
-        other.setattr(torch.nn.SiLU, "forward", lambda _, x: rounded(x).nextafter(torch.ones(1)))
+    silu = torch.nn.functional.silu
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "silu", lambda *args, **kw: silu(*args, **kw).nextafter(torch.ones(1)))
+        patch.setattr(torch.nn.SiLU, "forward", lambda _, x: silu(x).nextafter(torch.ones(1)))
         with engine(checkpoint, disk) as served:
             settle(served)
             assert ask(served, 1).usage.cached_tokens == 0
     with engine(checkpoint, disk) as served:
         settle(served)
-        assert ask(served, 1).usage.disk_tokens == 80
+        assert ask(served, 1).usage.disk_tokens == FULL_BLOCK_TOKENS

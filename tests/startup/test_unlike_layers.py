@@ -24,7 +24,8 @@ from tests.offload.always_load import AlwaysLoad
 from tests.patience import PATIENCE_S
 from tests.startup.running import running, settle
 
-SLIDING_BYTES, FULL_BYTES = 2 * 2 * 2 * 16 * 4, 2 * 1 * 32 * 4  # of a token: two layers, and one
+SLIDING_TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # two layers, K and V, two heads of 16 numbers in float32
+FULL_TOKEN_BYTES = 2 * 1 * 32 * 4  # K and V, one head of 32 numbers in float32
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,7 @@ def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def served(model: Path, *settings: str) -> Iterator[Engine]:
+    """Run an engine whose pool has the memory of 128 blocks of all layers."""
     fixed = (f"model.path={model}", "model.device=cpu", "cache.capacity_tokens=2048", "cache.block_size=16")
     config = Config.load(None, [*fixed, "engine.max_step_tokens=64", *settings])
     with running(build_engine(config, choice=AlwaysLoad(16))) as engine:
@@ -50,12 +52,16 @@ def tokens(count: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("settings", "num_pools"), [((), (1, 1)), (("cache.windowed_tokens=0",), (2, 0))], ids=["divided", "whole"]
+    ("settings", "num_block_and_part_pools"),
+    [((), (1, 1)), (("cache.windowed_tokens=0",), (2, 0))],
+    ids=["divided", "whole"],
 )
-def test_a_hit_inside_a_block_has_the_same_bits(gemma4: Path, settings: tuple[str, ...], num_pools: object) -> None:
+def test_a_hit_inside_a_block_has_the_same_bits(
+    gemma4: Path, settings: tuple[str, ...], num_block_and_part_pools: object
+) -> None:
     with served(gemma4, *settings) as engine:
         storage = engine._core._runner.storage
-        assert (len(storage.pools), len(storage.part_pools)) == num_pools
+        assert (len(storage.pools), len(storage.part_pools)) == num_block_and_part_pools
         prompt = tokens(230)
         cold = ask(engine, prompt, read_cache=False)
         ask(engine, prompt[: 4 * 170] + tokens(9))
@@ -67,9 +73,9 @@ def test_a_hit_inside_a_block_has_the_same_bits(gemma4: Path, settings: tuple[st
 def test_windowed_layers_leave_their_own_bytes_to_the_others(gemma4: Path) -> None:
     with served(gemma4) as engine:
         storage = engine._core._runner.storage
-    assert (storage.part_bytes, storage.block_bytes) == (16 * SLIDING_BYTES, 16 * FULL_BYTES)
-    memory = 128 * 16 * (SLIDING_BYTES + FULL_BYTES)
-    assert memory - storage.block_bytes < storage.num_bytes <= memory
+    assert (storage.part_bytes, storage.block_bytes) == (16 * SLIDING_TOKEN_BYTES, 16 * FULL_TOKEN_BYTES)
+    pool_bytes = 128 * 16 * (SLIDING_TOKEN_BYTES + FULL_TOKEN_BYTES)
+    assert pool_bytes - storage.block_bytes < storage.num_bytes <= pool_bytes
     assert storage.num_dedicated_parts < storage.num_parts == 128 < storage.num_blocks
 
 
@@ -89,10 +95,10 @@ def test_evicted_blocks_are_loaded_with_the_same_bits(gemma4: Path, settings: tu
 def test_transfers_are_refused_by_name(gemma4: Path) -> None:
     message = "layers with K/V of different shapes: expected neither transfer.serve nor kv_sources"
     with pytest.raises(UnsupportedModel, match=message), served(gemma4, "transfer.serve=true"):
-        raise AssertionError("it serves")
+        raise AssertionError("the engine was built")
 
 
-def test_generations_that_drop_kv_are_refused_by_name(gemma4: Path) -> None:
+def test_generations_with_compressed_kv_are_refused_with_the_reason(gemma4: Path) -> None:
     with served(gemma4) as engine:
         params = PrefillParams(tokens(40), Caller("acme"))
         sampling = Sampling(4, compression=Compression(CompressionPolicy.H2O, 32))

@@ -51,7 +51,8 @@ def test_windowed_layers_get_what_their_window_needs(gemma2: Path, caplog: pytes
     with caplog.at_level(logging.INFO, logger="radixkv"):
         engine = build_engine(config(gemma2))
     storage = engine._core._runner.storage
-    assert (storage.num_blocks, storage.num_parts, storage.num_dedicated_parts) == (366, 128, 9)
+    assert (storage.num_parts, storage.num_dedicated_parts) == (128, 9)
+    assert storage.num_blocks == 3 * 128 - 2 * 9 == 366  # of one layer, in the memory that 9 parts of two layers leave
     assert "2 of 3 layers have windows of at most 24 tokens: the pool holds at most 2048 tokens for them" in caplog.text
     assert ", and at most 5856 tokens for the other layers in " in caplog.text
     whole = build_engine(config(gemma2, "cache.windowed_tokens=0"))._core._runner.storage
@@ -77,7 +78,9 @@ def test_a_long_window_shares_memory_unless_one_request_needs_all_of_it(tmp_path
     fields = {**MODELS["gemma2"].to_dict(), "sliding_window": 2048, "max_position_embeddings": 8192}
     model = write_checkpoint(type(MODELS["gemma2"])(**fields), tmp_path)
     storage = build_engine(config(model, "cache.capacity_tokens=8192"))._core._runner.storage
-    assert (storage.num_dedicated_parts, storage.num_parts) == (2048 // 16 + 3 + 64 // 16, 512)
+    # Parts of a window and of a step of 64 tokens. A window may begin inside a block, which needs one part more, and a
+    # request also needs the part that is written next and a part that is copied.
+    assert (storage.num_dedicated_parts, storage.num_parts) == (2048 // 16 + 64 // 16 + 3, 512)
     storage = build_engine(config(model, "cache.capacity_tokens=2048"))._core._runner.storage
     assert (storage.groups, storage.num_blocks) == (None, 128)
 
@@ -97,14 +100,14 @@ def test_windowed_layers_keep_everything_if_a_feature_needs_it(
     assert engine._core._runner.storage.groups is None
     assert engine._core.cache.windows.pools == ()
     assert reason in caplog.text
-    engine._core.close(Draining("test: it is over"))
+    engine._core.close(Draining("the test has ended"))
 
 
-def test_0_makes_windowed_layers_keep_everything(gemma2: Path) -> None:
+def test_windowed_tokens_of_0_make_windowed_layers_keep_everything(gemma2: Path) -> None:
     assert build_engine(config(gemma2, "cache.windowed_tokens=0"))._core._runner.storage.groups is None
 
 
-def test_a_token_count_is_rounded_down_to_blocks(gemma2: Path) -> None:
+def test_windowed_tokens_are_rounded_down_to_blocks(gemma2: Path) -> None:
     assert build_engine(config(gemma2, "cache.windowed_tokens=500"))._core._runner.storage.num_parts == 31
 
 
@@ -118,12 +121,12 @@ def test_a_token_count_is_rounded_down_to_blocks(gemma2: Path) -> None:
         ),
     ],
 )
-def test_an_invalid_token_count_is_rejected(gemma2: Path, settings: list[str], message: str) -> None:
+def test_invalid_windowed_tokens_are_rejected(gemma2: Path, settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^cache\.windowed_tokens: {message}$"):
         build_engine(config(gemma2, *settings))
 
 
-def test_a_token_count_for_a_model_without_windows_is_rejected(tmp_path: Path) -> None:
+def test_windowed_tokens_for_a_model_without_windows_are_rejected(tmp_path: Path) -> None:
     model = write_checkpoint(CONFIGS["llama"], tmp_path)
     message = "a model without a sliding window that is shorter than its longest sequence, got 500"
     with pytest.raises(ConfigError, match=message):
@@ -136,12 +139,12 @@ def prefill(engine: Engine, prompt: bytes, **options: Any) -> PrefillResult:
 
 @pytest.fixture
 def engines(gemma2: Path) -> Iterator[tuple[Engine, Engine]]:
-    """One whose windowed layers hold little more than a request needs, and one where they hold everything."""
-    both = tuple(build_engine(config(gemma2, f"cache.windowed_tokens={number}")) for number in (272, 0))
-    for engine in both:
+    """An engine whose windowed layers hold little more than a request needs, and one where they hold everything."""
+    divided, whole = (build_engine(config(gemma2, f"cache.windowed_tokens={number}")) for number in (272, 0))
+    for engine in (divided, whole):
         engine.start()
-    yield both[0], both[1]
-    for engine in both:
+    yield divided, whole
+    for engine in (divided, whole):
         engine.check().result(60)
         engine.stop()
 
@@ -167,17 +170,16 @@ def test_a_turn_hits_although_parts_before_its_window_were_released(engines: tup
     prompt = tokens(1, 480)
     for engine in engines:
         assert prefill(engine, prompt).usage.cached_tokens == 0
-    books = divided._core.cache.windows.pools[0]
-    assert books.num_evicted > 0
-    turn = prompt + tokens(2, 20)
-    first, second = prefill(divided, turn), prefill(whole, turn)
-    assert first.usage.cached_tokens == second.usage.cached_tokens == 480
-    assert np.array_equal(first.logits, second.logits)
-    elsewhere = prompt[: 4 * 250] + tokens(3, 30)
-    first, second = prefill(divided, elsewhere), prefill(whole, elsewhere)
-    assert (first.usage.cached_tokens, first.miss_reason) == (224, MissReason.NO_WINDOW)
-    assert (second.usage.cached_tokens, second.miss_reason) == (250, MissReason.DIVERGED)
-    assert np.array_equal(first.logits, second.logits)
+    assert divided._core.cache.windows.pools[0].num_evicted > 0
+    next_turn = prompt + tokens(2, 20)
+    divided_answer, whole_answer = prefill(divided, next_turn), prefill(whole, next_turn)
+    assert divided_answer.usage.cached_tokens == whole_answer.usage.cached_tokens == 480
+    assert np.array_equal(divided_answer.logits, whole_answer.logits)
+    branch = prompt[: 4 * 250] + tokens(3, 30)
+    divided_answer, whole_answer = prefill(divided, branch), prefill(whole, branch)
+    assert (divided_answer.usage.cached_tokens, divided_answer.miss_reason) == (224, MissReason.NO_WINDOW)
+    assert (whole_answer.usage.cached_tokens, whole_answer.miss_reason) == (250, MissReason.DIVERGED)
+    assert np.array_equal(divided_answer.logits, whole_answer.logits)
 
 
 def test_a_held_lease_and_a_public_prefix_keep_their_parts(engines: tuple[Engine, Engine]) -> None:
@@ -194,8 +196,8 @@ def test_a_held_lease_and_a_public_prefix_keep_their_parts(engines: tuple[Engine
     divided.public.register("short", tokens(4, 40)).result(60)
     for seed in range(5, 9):
         prefill(divided, tokens(seed, 300), caller=Caller("acme"))
-    asked = prefill(divided, tokens(4, 30) + tokens(9, 20), caller=Caller("acme"))
-    assert asked.usage.public_tokens == 30
+    other_tenant = prefill(divided, tokens(4, 30) + tokens(9, 20), caller=Caller("acme"))
+    assert other_tenant.usage.public_tokens == 30
 
 
 def test_a_server_that_failed_tries_steps_again(engines: tuple[Engine, Engine]) -> None:

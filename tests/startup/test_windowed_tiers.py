@@ -24,8 +24,11 @@ from tests.startup.running import running, settle
 pytestmark = pytest.mark.usefixtures("patient_guards")
 
 HOST = "tiers.host_bytes=100000000"
-CAPACITY_TOKENS, LONG = 54 * 16, 480
-NUM_BLOCKS = 54 * 3 - 17 * 2  # those of one layer of three, in the memory that parts of the others leave
+LONG_TOKENS = 480
+# The pool has the memory of 54 blocks of three layers. The two windowed layers take that of 17 parts (272 tokens), and
+# all other memory is blocks of the third layer.
+CAPACITY_TOKENS = 54 * 16
+NUM_BLOCKS = 54 * 3 - 17 * 2
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def served(checkpoint: Path, *settings: str, windowed_tokens: int = 272) -> Iterator[Engine]:
-    """An engine whose windowed layers hold little more than a request needs."""
+    """Run an engine whose windowed layers hold little more than a request needs."""
     # With the default policy, the order of evictions depends on measured times.
     pool = (f"cache.capacity_tokens={CAPACITY_TOKENS}", "cache.block_size=16", "cache.policy=lru")
     model = (f"model.path={checkpoint}", "model.device=cpu", "engine.max_step_tokens=64")
@@ -54,12 +57,12 @@ def shared(checkpoint: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def engine(shared: Engine) -> Engine:
-    """The same, with nothing cached or stored."""
+    """The shared engine, with nothing cached or stored."""
     shared.purge(tenant="acme").result(PATIENCE_S)
     return shared
 
 
-def tokens(seed: int, count: int = LONG) -> bytes:
+def tokens(seed: int, count: int = LONG_TOKENS) -> bytes:
     return np.random.default_rng(seed).integers(3, VOCAB_SIZE, count).astype("<u4").tobytes()
 
 
@@ -68,7 +71,7 @@ def ask(engine: Engine, prompt: bytes, **params: bool) -> PrefillResult:
 
 
 def ask_warm(engine: Engine, prompt: bytes) -> tuple[int, int]:
-    """Ask what is cached, compare with what is computed alone. Returns tokens from the device and from stores."""
+    """Compare a prompt's logits with those computed without the cache. Returns tokens reused from device and tiers."""
     warm = ask(engine, prompt)
     cold = ask(engine, prompt, read_cache=False, write_cache=False)
     assert cold.usage.cached_tokens == 0
@@ -77,7 +80,7 @@ def ask_warm(engine: Engine, prompt: bytes) -> tuple[int, int]:
 
 
 def evict(engine: Engine, num_blocks: int = NUM_BLOCKS) -> None:
-    """Evict blocks from the device, and wait until the stores have them."""
+    """Evict blocks from the device, and wait until the tiers have stored them."""
     engine._call(lambda: engine._core.cache.evict(num_blocks)).result(PATIENCE_S)
     settle(engine)
 
@@ -98,25 +101,25 @@ def test_blocks_outside_every_window_are_loaded_without_their_windowed_part(engi
     evict(engine)
     assert engine.offload is not None
     assert engine.offload.index.tiers["host"].partless
-    assert ask_warm(engine, tokens(1) + tokens(2, 20)) == (0, LONG)
+    assert ask_warm(engine, tokens(1) + tokens(2, 20)) == (0, LONG_TOKENS)
 
 
 def test_blocks_left_on_the_device_are_combined_with_the_stored_end_of_the_prompt(engine: Engine) -> None:
     ask(engine, tokens(1))
-    evict(engine, 17)  # those that have their parts
+    evict(engine, 17)  # the blocks at the end of the prompt, which have their parts
     (node,) = engine._core.cache.nodes()
     assert engine._core.cache.match(node.owner.namespace, tokens(1)).cached_tokens == 96, "few have their parts"
-    assert ask_warm(engine, tokens(1) + tokens(2, 20)) == (LONG - 272, 272)
+    assert ask_warm(engine, tokens(1) + tokens(2, 20)) == (LONG_TOKENS - 272, 272)
 
 
 def test_a_full_device_evicts_other_prompts_for_a_loaded_one(engine: Engine) -> None:
     ask(engine, tokens(1))
     for seed in range(2, 7):
-        ask(engine, tokens(seed, 23 * 16))  # all blocks of the device, and of those of the first prompt seventeen
+        ask(engine, tokens(seed, 23 * 16))  # in all 115 blocks, so 17 of the first prompt are evicted
     settle(engine)
     assert engine._core.cache.pool.num_blocks == NUM_BLOCKS
     assert engine._core.cache.pool.num_free == 0
-    assert ask_warm(engine, tokens(1) + tokens(9, 20)) == (LONG - 272, 272)
+    assert ask_warm(engine, tokens(1) + tokens(9, 20)) == (LONG_TOKENS - 272, 272)
 
 
 def test_windowed_parts_are_loaded_for_blocks_on_the_device_without_them(engine: Engine) -> None:
@@ -130,7 +133,9 @@ def test_a_stored_block_gets_its_part_when_it_is_evicted_again(engine: Engine) -
     branch = tokens(1)[: 4 * 80]
     ask(engine, tokens(1))
     evict(engine)
-    assert ask_warm(engine, branch + tokens(2, 20)) == (0, 0), "parts within reach are nowhere"
+    assert ask_warm(engine, branch + tokens(2, 20)) == (0, 0), (
+        "the parts inside the window are neither on the device nor stored"
+    )
     evict(engine)
     assert ask_warm(engine, branch + tokens(3, 20)) == (0, 80)
 
@@ -141,8 +146,10 @@ def test_a_restart_finds_blocks_inside_windows_on_disk(checkpoint: Path, tmp_pat
         ask(engine, tokens(1))
     with served(checkpoint, *disk) as engine:
         settle(engine)
-        assert ask_warm(engine, tokens(1) + tokens(2, 20)) == (0, LONG)
-        assert ask_warm(engine, tokens(1)[: 4 * 160] + tokens(3, 20)) == (0, 0), "stored without parts"
+        assert ask_warm(engine, tokens(1) + tokens(2, 20)) == (0, LONG_TOKENS)
+        assert ask_warm(engine, tokens(1)[: 4 * 160] + tokens(3, 20)) == (0, 0), (
+            "these blocks were stored without their parts"
+        )
 
 
 def test_one_pool_finds_no_blocks_of_two_pools(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Traces the kernels that a service launches, from startup to traffic, without a GPU and without compiling.
 
-Triton's own binder makes the key of each launch, by which it finds compiled code. Nothing is computed by kernels, so
-answers mean nothing.
+Triton's own binder makes the key of each launch, by which Triton finds compiled code. The kernels compute nothing, so
+the answers are meaningless.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Launches:
 
     Attributes:
         phase: name of the current phase.
-        phases: the phases of the launches of each kernel and key, in order.
-        count: launches.
+        phases: for each kernel and key, the phases in which it was launched, in order, one per launch.
+        count: number of launches.
     """
 
     def __init__(self) -> None:
@@ -67,11 +67,11 @@ class Launches:
         self.count = 0
 
     def new_in(self, phase: str) -> list[str]:
-        """Return the kernels with keys that were first launched in a phase."""
+        """Return the names of kernels, once for each key whose first launch was in this phase."""
         return [name for (name, _), phases in self.phases.items() if phases[0] == phase]
 
     def only_in(self, phase: str) -> list[str]:
-        """Return the kernels with keys that were launched in this phase only."""
+        """Return the names of kernels, once for each key that was launched in this phase only."""
         return [name for (name, _), phases in self.phases.items() if set(phases) == {phase}]
 
     @contextlib.contextmanager
@@ -79,7 +79,7 @@ class Launches:
         """Record launches instead of compiling and launching."""
         original_run, keys = JITFunction.run, []
 
-        def keep(*, key: Any, **_: Any) -> bool:
+        def record_key(*, key: Any, **_: Any) -> bool:
             keys.append(str(key))
             return True  # so that nothing is compiled
 
@@ -91,7 +91,7 @@ class Launches:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(JITFunction, "run", run)
-            patch.setattr(knobs.runtime, "jit_cache_hook", keep)
+            patch.setattr(knobs.runtime, "jit_cache_hook", record_key)
             triton.runtime.driver.set_active(_NoDevice())
             try:
                 yield self
@@ -117,11 +117,11 @@ class TracedService:
 
     Args:
         patch: undone at the end of a test.
-        launches: what is launched. The trial of its attention kernels is the phase "trial", the rest is "load".
+        launches: records the launches. The trial of the attention kernels is the phase "trial", the other work "load".
         is_exact: whether it runs in exact mode.
         kv_dtype: see `CacheConfig.kv_dtype`.
         head_dim: numbers in a vector of one head.
-        has_graphs: whether short steps are captured. A replay launches nothing.
+        has_graphs: whether short steps are captured as graphs. A replay of a graph launches nothing.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class TracedService:
         head_dim: int = 128,
         has_graphs: bool = False,
     ) -> None:
-        _stand_in(patch, is_exact)
+        _imitate_gpu(patch, is_exact)
         launches.phase = "load"
-        model = _model(is_exact, head_dim)
+        model = _build_model(is_exact, head_dim)
         shape = model.kv_shape.stored_as(kv_dtype)
         (use,) = model.attention_uses(shape, 64)
         kernels: TritonKernels = next(iter(candidates(use, (9, 0)).values()))
@@ -157,28 +157,31 @@ class TracedService:
                 max_sequence_tokens=MAX_TOKENS,
                 max_step_tokens=config.step_tokens,
                 max_requests=config.max_running_requests,
-                capturer=_captured,
+                capturer=_capture,
             )
         self.core = EngineCore.build(Runner(model, storage, self.kernels, graphs), PrefixCache(500, 64), config)
         self._random = np.random.default_rng(0)
-        self._stems = [self._fresh(9000), self._fresh(3000), self._fresh(700)]
+        self._stems = [self._draw_tokens(9000), self._draw_tokens(3000), self._draw_tokens(700)]
 
     def serve(self, num_requests: int) -> None:
-        """Answer requests, some together and some alone: suffixes of stems, and some that also decode."""
+        """Answer requests, some together and some alone, some of which also decode.
+
+        Their prompts continue the beginning of one of three stems.
+        """
         while num_requests:
             num_together = min(num_requests, int(self._random.choice((1, 2, 5, 30, 64))))
             num_requests -= num_together
-            self.ask([self._prompt(num_together) for _ in range(num_together)], int(self._random.choice((0, 2))))
+            self.ask([self._draw_prompt(num_together) for _ in range(num_together)], int(self._random.choice((0, 2))))
 
-    def ask(self, prompts: Sequence[np.ndarray[Any, Any]], num_new: int) -> None:
-        """Answer prompts that arrive together."""
+    def ask(self, prompts: Sequence[np.ndarray[Any, Any]], max_new_tokens: int) -> None:
+        """Answer prompts that arrive together; with 0 new tokens, only prefill them."""
         futures: list[Future[Any]] = []
         for prompt in prompts:
             futures.append(Future())
             params = PrefillParams(prompt.tobytes(), Caller("tenant"))
             generation = None
-            if num_new:
-                generation = Generation(Sampling(num_new, seed=0, ignore_eos=True), frozenset(), lambda _: None)
+            if max_new_tokens:
+                generation = Generation(Sampling(max_new_tokens, seed=0, ignore_eos=True), frozenset(), lambda _: None)
             namespace = Namespace("model", "tenant")
             self.core.submit(Request(params, namespace, futures[-1], time.monotonic(), generation))
         while self.core.has_work:
@@ -186,24 +189,25 @@ class TracedService:
         for future in futures:
             future.result(0)
 
-    def _prompt(self, num_together: int) -> np.ndarray[Any, Any]:
+    def _draw_prompt(self, num_together: int) -> np.ndarray[Any, Any]:
         stem = self._stems[self._random.integers(len(self._stems))]
-        shared = self._random.choice((0, 64, 100, 256, 640, self._random.integers(1, 700)))
-        shared = len(stem) if self._random.random() < 0.2 else shared
-        longest = 40 if num_together > 5 else 700
-        own = self._random.choice((1, 2, 7, 16, 17, self._random.integers(1, longest)))
-        return np.concatenate((stem[:shared], self._fresh(own)))
+        num_shared = self._random.choice((0, 64, 100, 256, 640, self._random.integers(1, 700)))
+        num_shared = len(stem) if self._random.random() < 0.2 else num_shared
+        max_new_tokens = 40 if num_together > 5 else 700
+        num_new = self._random.choice((1, 2, 7, 16, 17, self._random.integers(1, max_new_tokens)))
+        return np.concatenate((stem[:num_shared], self._draw_tokens(num_new)))
 
-    def _fresh(self, num_tokens: int) -> np.ndarray[Any, Any]:
+    def _draw_tokens(self, num_tokens: int) -> np.ndarray[Any, Any]:
         return self._random.integers(0, VOCAB_SIZE, num_tokens).astype("<u4")
 
 
-def _captured(compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
+def _capture(compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
+    """Imitate the capture of a graph: compute a step once. The replay returns the outputs of that step."""
     outputs = compute()
     return lambda: outputs
 
 
-def _model(is_exact: bool, head_dim: int) -> Model:
+def _build_model(is_exact: bool, head_dim: int) -> Model:
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
@@ -221,37 +225,37 @@ def _model(is_exact: bool, head_dim: int) -> Model:
     return Model("traced", module, torch.device("cpu"), is_exact=is_exact, is_fused=True)
 
 
-def _stand_in(patch: pytest.MonkeyPatch, is_exact: bool) -> None:
-    """Let a model on a CPU use the parts of one on a GPU, and let checks accept results that were not computed."""
+def _imitate_gpu(patch: pytest.MonkeyPatch, is_exact: bool) -> None:
+    """Let a model on a CPU use the functions for a GPU, and let checks accept results that were not computed."""
 
-    def agree(own: Any, fused: Any, like: torch.Tensor) -> bool:
+    def launch_and_agree(own: Any, fused: Any, like: torch.Tensor) -> bool:
         for num_rows in (1, 17):
             fused(torch.zeros(1, num_rows, like.shape[0]).to(like))
         return True
 
-    def attempt(weight: torch.Tensor, bias: torch.Tensor | None) -> Tiles:
+    def choose_tiles(weight: torch.Tensor, bias: torch.Tensor | None) -> Tiles:
         return try_tiles(weight, bias) or "one size"
 
     def tiled(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
         return linear(rows, weight, bias, has_large_tiles=tiles == "both sizes")
 
-    def exact(module: Any, _: Any) -> exactness.ExactFunctions:
-        matmuls = exactness._Matmuls(module, attempt, tiled)
+    def make_exact(module: Any, _: Any) -> exactness.ExactFunctions:
+        matmuls = exactness._Matmuls(module, choose_tiles, tiled)
         assert functional.linear in matmuls.functions
         return exactness.ExactFunctions(matmuls.functions | row_functions())
 
-    def read(layout: Any, outputs: StepOutputs) -> StepResult:
+    def read_zeros(layout: Any, outputs: StepOutputs) -> StepResult:
         num_rows = len(layout.logit_rows)
         return StepResult(torch.zeros(num_rows, VOCAB_SIZE), [5] * num_rows, [True] * layout.batch.num_requests)
 
-    patch.setattr(gpu_layers, "agree", agree)
-    patch.setattr(gpu_layers, "rows_agree", lambda fused, like: agree(fused, fused, like))
-    patch.setattr(model_module, "make_exact", exact)
+    patch.setattr(gpu_layers, "agree", launch_and_agree)
+    patch.setattr(gpu_layers, "rows_agree", lambda fused, like: launch_and_agree(fused, fused, like))
+    patch.setattr(model_module, "make_exact", make_exact)
     patch.setattr(model_module, "padded_tokens", lambda num_tokens, _: exactness.padded_tokens(num_tokens, GPU))
-    patch.setattr(runner_module, "_read", read)
-    if not is_exact:  # PyTorch's matmuls take most of the time of a test
+    patch.setattr(runner_module, "_read", read_zeros)
+    if not is_exact:  # PyTorch's matmuls would take most of the time of a test
 
-        def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        def linear_of_zeros(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             return rows.new_zeros(*rows.shape[:-1], weight.shape[0])
 
-        patch.setattr(functional, "linear", product)
+        patch.setattr(functional, "linear", linear_of_zeros)

@@ -1,4 +1,4 @@
-"""`ByteStore`: what other engines save is found again, only by its owner, and no failure of a store raises."""
+"""`ByteStore`: only their owner finds the values that other engines save, and no failure of a store raises."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from radixkv.offload.tiers.open_store import StoreOptions, open_backend
 from tests.offload.tiers.redis_server import SERVER, WHY_NOT, redis_server
 from tests.patience import PATIENCE_S, wait_until
 
-from .values import FORMAT, PAYLOAD_BYTES, SLOT_BYTES, load, named, payload_of, save, store_at
+from .values import FORMAT, PAYLOAD_BYTES, SLOT_BYTES, keyed, load, payload_of, save, store_at
 
 NAMES = [f"page {number}" for number in range(20)]
 
@@ -46,14 +46,14 @@ def test_saved_values_are_loaded_by_the_next_process(folder: Path) -> None:
     store.close()
     store = store_at(folder)
     assert load(store, [*NAMES, "another"]) == [*NAMES, None]
-    assert store.local_keys() == {named(store, name).key for name in NAMES}
+    assert store.local_keys() == {keyed(store, name).key for name in NAMES}
     store.close()
 
 
 def test_any_number_of_missing_values_can_be_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(byte_store, "_LOAD_BYTES", PAYLOAD_BYTES)  # a batch for each value
+    monkeypatch.setattr(byte_store, "_LOAD_BYTES", PAYLOAD_BYTES)  # so that each value is a batch
     store = store_at(folder)
-    missing = named(store, "missing"), memoryview(bytearray(PAYLOAD_BYTES))
+    missing = keyed(store, "missing"), memoryview(bytearray(PAYLOAD_BYTES))
     assert store.load_into([missing] * 2000).result(PATIENCE_S) == [False] * 2000
     store.close()
 
@@ -84,7 +84,7 @@ def test_tenants_and_salts_share_nothing(folder: Path) -> None:
     store = store_at(folder)
     save(store, NAMES[:3], "alice")
     assert load(store, NAMES[:3], "bob") == [None] * 3
-    salted = named(store, NAMES[0], "alice", salt="salt")
+    salted = keyed(store, NAMES[0], "alice", salt="salt")
     assert store.load_into([(salted, memoryview(bytearray(PAYLOAD_BYTES)))]).result(PATIENCE_S) == [False]
     store.close()
 
@@ -92,7 +92,7 @@ def test_tenants_and_salts_share_nothing(folder: Path) -> None:
 def test_identities_with_the_same_key_are_not_confused(folder: Path) -> None:
     store = store_at(folder)
     save(store, ["first"])
-    second = keyed_value(store.keys, Namespace("", "", "", ""), b"second")._replace(key=named(store, "first").key)
+    second = keyed_value(store.keys, Namespace("", "", "", ""), b"second")._replace(key=keyed(store, "first").key)
     buffer = bytearray(PAYLOAD_BYTES)
     assert store.load_into([(second, memoryview(buffer))]).result(PATIENCE_S) == [False]
     assert buffer == bytes(PAYLOAD_BYTES)
@@ -100,10 +100,10 @@ def test_identities_with_the_same_key_are_not_confused(folder: Path) -> None:
     store.close()
 
 
-def test_the_store_is_bounded_and_evicts_what_was_not_used_recently(folder: Path) -> None:
+def test_the_store_is_bounded_and_evicts_the_least_recently_used_values(folder: Path) -> None:
     store = store_at(folder, disk_bytes=8 * SLOT_BYTES)
     save(store, NAMES[:8])
-    assert store.touch([named(store, NAMES[0]).key, named(store, "another").key]) == [True, False]
+    assert store.touch([keyed(store, NAMES[0]).key, keyed(store, "another").key]) == [True, False]
     assert load(store, [NAMES[1]]) == [NAMES[1]]
     save(store, NAMES[8:14])
     assert load(store, NAMES[:14]) == [*NAMES[:2], *[None] * 6, *NAMES[8:14]]
@@ -129,7 +129,7 @@ def test_a_ceiling_bounds_a_tenant_and_a_floor_protects_one(folder: Path) -> Non
     store.close()
 
 
-def test_values_without_room_are_refused_and_counted(folder: Path) -> None:
+def test_values_that_fit_only_into_floors_of_other_tenants_are_refused_and_counted(folder: Path) -> None:
     floors = {name: {"floor": 0.5} for name in ("alice", "bob")}
     store = store_at(folder, disk_bytes=8 * SLOT_BYTES, tenants=floors)
     for tenant in floors:
@@ -146,8 +146,8 @@ def test_modified_values_are_misses_and_are_saved_again(folder: Path) -> None:
     blocks = next(folder.glob("*/blocks"))
     with blocks.open("r+b") as file:
         file.seek(100)
-        file.write(b"x" * PAYLOAD_BYTES)
-    assert load(store, NAMES[:4])[1:] == [None, *NAMES[2:4]]
+        file.write(b"x" * PAYLOAD_BYTES)  # the end of the first value, and the beginning of the second one
+    assert load(store, NAMES[:4]) == [None, None, *NAMES[2:4]]
     assert store.counts()["disk_damaged"] == 2
     assert save(store, NAMES[:4]) == [True] * 4
     assert load(store, NAMES[:4]) == NAMES[:4]
@@ -155,26 +155,26 @@ def test_modified_values_are_misses_and_are_saved_again(folder: Path) -> None:
 
 
 def test_encrypted_values_are_readable_with_the_key_only(folder: Path, tmp_path: Path) -> None:
-    keys = []
+    key_files = []
     for number in range(2):
-        keys.append(tmp_path / f"key {number}")
-        keys[-1].write_text(f"{number}" * 64)
-        keys[-1].chmod(0o600)
-    store = store_at(folder, encryption_key_file=str(keys[0]))
+        key_files.append(tmp_path / f"key {number}")
+        key_files[-1].write_text(f"{number}" * 64)
+        key_files[-1].chmod(0o600)
+    store = store_at(folder, encryption_key_file=str(key_files[0]))
     save(store, NAMES[:3], "alice")
     store.close()
     assert payload_of(NAMES[0], "alice")[:32] not in next(folder.glob("*/blocks")).read_bytes()
-    store = store_at(folder, encryption_key_file=str(keys[0]))
+    store = store_at(folder, encryption_key_file=str(key_files[0]))
     assert load(store, NAMES[:3], "alice") == NAMES[:3]
     store.close()
-    store = store_at(folder, encryption_key_file=str(keys[1]))
+    store = store_at(folder, encryption_key_file=str(key_files[1]))
     assert load(store, NAMES[:3], "alice") == [None] * 3
     store.close()
 
 
 def test_a_value_of_another_size_is_not_saved(folder: Path) -> None:
     store = store_at(folder)
-    assert store.save([(named(store, "short"), memoryview(b"short"))]).result(PATIENCE_S) == [False]
+    assert store.save([(keyed(store, "short"), memoryview(b"short"))]).result(PATIENCE_S) == [False]
     assert store.counts()["wrong_size"] == 1
     store.close()
 
@@ -195,14 +195,19 @@ def test_a_directory_in_use_turns_the_tier_off_and_raises_nothing(
 def test_a_directory_that_others_can_write_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
-    before = {*threading.enumerate()}  # stores of other tests may still have threads
+    earlier_threads = {*threading.enumerate()}  # stores of other tests may still have some
     with pytest.raises(ConfigError, match="secret_file"):
         store_at(folder, host_bytes=4 * SLOT_BYTES)
-    names = ("host-", "disk-", "store-")
-    wait_until(lambda: not [each for each in {*threading.enumerate()} - before if each.name.startswith(names)])
+    prefixes = ("host-", "disk-", "store-")
+
+    def store_threads() -> list[threading.Thread]:
+        new_threads = {*threading.enumerate()} - earlier_threads
+        return [thread for thread in new_threads if thread.name.startswith(prefixes)]
+
+    wait_until(lambda: not store_threads())
 
 
-def test_host_memory_serves_before_the_disk(folder: Path) -> None:
+def test_all_values_are_on_disk_and_some_also_in_host_memory(folder: Path) -> None:
     store = store_at(folder, host_bytes=4 * SLOT_BYTES)
     save(store, NAMES)
     assert load(store, NAMES) == NAMES
@@ -211,18 +216,23 @@ def test_host_memory_serves_before_the_disk(folder: Path) -> None:
 
 
 class FailingStore(HostStore):
-    """Host memory whose calls fail at random, or wait for an event."""
+    """Host memory whose calls fail at random, with the probability `failure_rate`.
+
+    Args:
+        random: decides which calls fail.
+        event: each `put` waits until it is set; None if calls do not wait.
+    """
 
     def __init__(self, options: StoreOptions, random: Random, event: threading.Event | None = None) -> None:
         super().__init__(options.map_memory(options.max_bytes or 0), options.object_bytes)
         self._random = random
         self._event = event
-        self.rate = 0.3
+        self.failure_rate = 0.3
 
     def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
         if self._event is not None:
             assert self._event.wait(PATIENCE_S)
-        fails = self._random.random() < self.rate
+        fails = self._random.random() < self.failure_rate
         if fails and self._random.random() < 0.5:
             raise StoreUnavailable("put: expected success, got a failure before the write")
         result = super().put(objects, victims)
@@ -231,48 +241,52 @@ class FailingStore(HostStore):
         return result
 
     def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
-        if self._random.random() < self.rate:
+        if self._random.random() < self.failure_rate:
             raise StoreUnavailable("get: expected success, got a failure")
         return super().get(keys)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        if self._random.random() < self.rate:
+        if self._random.random() < self.failure_rate:
             raise StoreUnavailable("delete: expected success, got a failure")
         return super().delete(keys)
 
 
 @pytest.fixture
-def with_failing_host(
+def install_failing_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[Random, threading.Event | None], list[FailingStore]]:
-    def install(random: Random, event: threading.Event | None = None) -> list[FailingStore]:
-        made: list[FailingStore] = []
+    """Return a function that makes later host stores fail. It returns a list, to which these stores are added."""
 
-        def opened(name: str, options: StoreOptions) -> object:
+    def install(random: Random, event: threading.Event | None = None) -> list[FailingStore]:
+        failing_stores: list[FailingStore] = []
+
+        def open_failing(name: str, options: StoreOptions) -> object:
             if name != "host":
                 return open_backend(name, options)
-            made.append(FailingStore(options, random, event))
-            return made[-1]
+            failing_stores.append(FailingStore(options, random, event))
+            return failing_stores[-1]
 
-        monkeypatch.setattr(byte_store, "open_backend", opened)
+        monkeypatch.setattr(byte_store, "open_backend", open_failing)
         monkeypatch.setattr(byte_store, "CircuitBreaker", _NeverOpen)
-        return made
+        return failing_stores
 
     return install
 
 
 class _NeverOpen(byte_store.CircuitBreaker):
+    """Never switches a store off, however often it fails."""
+
     def fail(self) -> bool:
         return False
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_traffic_over_failing_stores_loads_only_right_bytes(
-    folder: Path, seed: int, with_failing_host: Callable[..., list[FailingStore]]
+    folder: Path, seed: int, install_failing_host: Callable[..., list[FailingStore]]
 ) -> None:
     """`load` compares the bytes of every loaded value. When nothing fails any more, everything can be saved again."""
     random = Random(seed)
-    made = with_failing_host(random)
+    failing_stores = install_failing_host(random)
     store = store_at(folder, host_bytes=10 * SLOT_BYTES, disk_bytes=12 * SLOT_BYTES)
     for _ in range(200):
         tenant = random.choice(["", "alice"])
@@ -281,37 +295,39 @@ def test_random_traffic_over_failing_stores_loads_only_right_bytes(
             case 0:
                 load(store, names, tenant)
             case 1:
-                store.delete([named(store, name, tenant).key for name in names])
+                store.delete([keyed(store, name, tenant).key for name in names])
             case _:
                 save(store, names, tenant)
-    made[0].rate = 0.0
+    failing_stores[0].failure_rate = 0.0
     assert save(store, NAMES[:5]) == [True] * 5
     assert load(store, NAMES[:5]) == NAMES[:5]
     store.close()
 
 
-def test_what_fails_is_counted_and_can_be_saved_again(
-    with_failing_host: Callable[..., list[FailingStore]],
+def test_failed_calls_are_counted_and_their_values_can_be_saved_later(
+    install_failing_host: Callable[..., list[FailingStore]],
 ) -> None:
-    made = with_failing_host(Random(0))
+    failing_stores = install_failing_host(Random(0))
     store = store_at(None, host_bytes=32 * SLOT_BYTES)
-    made[0].rate = 1.0
+    failing_stores[0].failure_rate = 1.0
     assert save(store, NAMES[:4]) == [False] * 4
     assert load(store, NAMES[:4]) == [None] * 4
     assert store.counts()["failed"] == 4
     assert store.counts()["missed"] == 4
-    made[0].rate = 0.0
+    failing_stores[0].failure_rate = 0.0
     assert save(store, NAMES[:4]) == [True] * 4
     assert load(store, NAMES[:4]) == NAMES[:4]
     store.close()
 
 
-def test_values_that_wait_are_bounded(with_failing_host: Callable[..., list[FailingStore]]) -> None:
+def test_the_bytes_of_values_that_wait_for_a_store_are_bounded(
+    install_failing_host: Callable[..., list[FailingStore]],
+) -> None:
     event = threading.Event()
-    made = with_failing_host(Random(0), event)
+    failing_stores = install_failing_host(Random(0), event)
     store = store_at(None, host_bytes=32 * SLOT_BYTES, max_waiting_bytes=3 * PAYLOAD_BYTES)
-    made[0].rate = 0.0
-    futures = [store.save([(named(store, name), memoryview(payload_of(name)))]) for name in NAMES[:5]]
+    failing_stores[0].failure_rate = 0.0
+    futures = [store.save([(keyed(store, name), memoryview(payload_of(name)))]) for name in NAMES[:5]]
     event.set()
     assert [future.result(PATIENCE_S) for future in futures] == [[True]] * 3 + [[False]] * 2
     assert store.counts()["dropped"] == 2
@@ -320,7 +336,7 @@ def test_values_that_wait_are_bounded(with_failing_host: Callable[..., list[Fail
     store.close()
 
 
-def test_a_long_load_is_divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_of_more_values_than_one_batch_finds_all_of_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(byte_store, "_LOAD_BYTES", 3 * PAYLOAD_BYTES)
     store = store_at(folder)
     save(store, NAMES[::2])
@@ -333,7 +349,7 @@ def test_two_stores_share_redis(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         first, second = (store_at(None, redis_url=server.url, trusted=True) for _ in range(2))
         assert save(first, NAMES[:4]) == [True] * 4
-        keys = [named(second, name).key for name in NAMES[:5]]
+        keys = [keyed(second, name).key for name in NAMES[:5]]
         assert second.exists(keys).result(PATIENCE_S) == [True] * 4 + [False]
         assert load(second, NAMES[:5]) == [*NAMES[:4], None]
         server.stop()
@@ -349,7 +365,7 @@ import itertools, sys
 from pathlib import Path
 from radixkv.integrations.tiers import byte_store
 from tests.integrations.tiers.values import save, store_at
-byte_store._native_copies = lambda: None  # which import torch
+byte_store._native_copies = lambda: None  # they would import torch, which takes long
 store = store_at(Path(sys.argv[1]))
 for number in itertools.count(int(sys.argv[2])):
     save(store, [f"{number} {each}" for each in range(6)])
@@ -359,27 +375,28 @@ for number in itertools.count(int(sys.argv[2])):
 
 @pytest.mark.parametrize("num_kills", [5, pytest.param(100, marks=pytest.mark.long)])
 def test_after_kills_in_the_middle_of_saves_only_right_bytes_are_loaded(folder: Path, num_kills: int) -> None:
+    """Each process saves batches of six values with increasing numbers, and reports the number of each saved batch."""
     random = Random(num_kills)
-    first = 0
+    next_number = 0
     num_loaded = 0
     for _ in range(num_kills):
-        command = [sys.executable, "-c", WRITER, str(folder), str(first)]
+        command = [sys.executable, "-c", WRITER, str(folder), str(next_number)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as writer:
             assert writer.stdout is not None
             for _ in range(random.randint(1, 6)):
-                last = int(writer.stdout.readline())
+                last_saved = int(writer.stdout.readline())
             threading.Event().wait(random.random() / 500)
             os.kill(writer.pid, signal.SIGKILL)
-            last = max([last, *map(int, writer.stdout.read().split("\n")[:-1])])
+            whole_lines = writer.stdout.read().split("\n")[:-1]
+            last_saved = max([last_saved, *map(int, whole_lines)])
         store = store_at(folder)
-        names = [f"{number} {each}" for number in range(max(0, last - 12), last + 8) for each in range(6)]
-        found = load(store, names)
-        num_loaded += sum(each is not None for each in found)
-        assert [f"{last} {each}" for each in range(6)] == [
-            each for each in found if each and each.startswith(f"{last} ")
-        ]
+        # The disk holds about ten batches, and perhaps values of later ones, which were not reported.
+        numbers = range(max(0, last_saved - 12), last_saved + 8)
+        loaded_names = load(store, [f"{number} {each}" for number in numbers for each in range(6)])
+        num_loaded += sum(name is not None for name in loaded_names)
+        assert {f"{last_saved} {each}" for each in range(6)} <= {*loaded_names}
         store.close()
-        first = last + 1
+        next_number = last_saved + 1
     assert num_loaded
 
 
@@ -388,7 +405,7 @@ def test_keys_depend_on_the_secret(folder: Path, tmp_path: Path) -> None:
     secret.write_text("s" * 32)
     secret.chmod(0o600)
     stores: list[ByteStore] = [store_at(folder / "a"), store_at(folder / "b", secret_file=str(secret))]
-    assert len({named(store, "name").key for store in stores}) == 2
+    assert len({keyed(store, "name").key for store in stores}) == 2
     for store in stores:
         assert save(store, ["name"]) == [True]
         store.close()

@@ -10,11 +10,12 @@ from radixkv.integrations.tiers.kv_layers import KVLayers
 
 
 def strided(num_blocks: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return `[num_blocks, 2, 5, 6]` whose blocks are not contiguous."""
+    """Return a tensor `[num_blocks, 2, 5, 6]` whose blocks are not contiguous."""
     return torch.randn(2, num_blocks, 5, 6).to(dtype).transpose(0, 1)
 
 
 def layers(num_blocks: int) -> dict[str, torch.Tensor]:
+    """Return the K/V tensors of four layers, of which the last two share one tensor."""
     shared = torch.randn(num_blocks, 4, 8)
     return {
         "a": strided(num_blocks, torch.bfloat16),
@@ -24,21 +25,23 @@ def layers(num_blocks: int) -> dict[str, torch.Tensor]:
     }
 
 
-def test_blocks_that_were_read_can_be_written_elsewhere() -> None:
+def test_blocks_can_be_copied_to_other_blocks_of_another_engine() -> None:
     source, target = layers(10), layers(10)
     before = {name: layer.clone() for name, layer in target.items()}
-    read, written = KVLayers(source, 10), KVLayers(target, 10)
-    assert read.payload_bytes == written.payload_bytes == 2 * 5 * 6 * 2 + 2 * 3 * 4 + 4 * 8 * 4
-    assert read.layout == written.layout
-    values = read.read([3, 9, 0])
-    assert values.shape == (3, read.payload_bytes)
-    written.write([1, 2, 7], values)
+    source_layers, target_layers = KVLayers(source, 10), KVLayers(target, 10)
+    # Layers a and b, and the tensor of c and d once.
+    assert source_layers.payload_bytes == target_layers.payload_bytes == 2 * 5 * 6 * 2 + 2 * 3 * 4 + 4 * 8 * 4
+    assert source_layers.layout == target_layers.layout
+    source_ids, target_ids, untouched_ids = [3, 9, 0], [1, 2, 7], [0, 3, 4, 5, 6, 8, 9]
+    values = source_layers.read(source_ids)
+    assert values.shape == (3, source_layers.payload_bytes)
+    target_layers.write(target_ids, values)
     for name in ("a", "c", "d"):
-        assert torch.equal(target[name][[1, 2, 7]], source[name][[3, 9, 0]])
-        kept = [0, 3, 4, 5, 6, 8, 9]
-        assert torch.equal(target[name][kept], before[name][kept])
-    rows = lambda ids: [row for each in ids for row in (2 * each, 2 * each + 1)]  # noqa: E731
-    assert torch.equal(target["b"][rows([1, 2, 7])], source["b"][rows([3, 9, 0])])
+        assert torch.equal(target[name][target_ids], source[name][source_ids])
+        assert torch.equal(target[name][untouched_ids], before[name][untouched_ids])
+    for source_id, target_id in zip(source_ids, target_ids, strict=True):
+        source_rows = source["b"][2 * source_id : 2 * source_id + 2]
+        assert torch.equal(target["b"][2 * target_id : 2 * target_id + 2], source_rows)
 
 
 def test_other_shapes_and_dtypes_have_another_layout() -> None:
@@ -47,7 +50,7 @@ def test_other_shapes_and_dtypes_have_another_layout() -> None:
     assert len(layouts) == 4
 
 
-def test_other_states_are_refused_by_name() -> None:
+def test_layers_that_are_not_tensors_of_whole_blocks_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="layer mamba: expected a tensor"):
         KVLayers({"mamba": [torch.zeros(4, 8)]}, 4)  # type: ignore[dict-item]
     with pytest.raises(UnsupportedModel, match="layer odd"):

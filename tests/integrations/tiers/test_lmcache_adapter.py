@@ -28,7 +28,7 @@ MODULE = "radixkv.integrations.tiers.lmcache_adapter"
 
 
 class Key(NamedTuple):
-    """`ObjectKey` of LMCache."""
+    """Imitates `ObjectKey` of LMCache."""
 
     chunk_hash: bytes
     model_name: str = "model"
@@ -37,8 +37,8 @@ class Key(NamedTuple):
     cache_salt: str = ""
 
 
-class Object:
-    """`MemoryObj` of LMCache over a tensor."""
+class MemoryObject:
+    """Imitates `MemoryObj` of LMCache over a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -135,12 +135,9 @@ def options(tmp_path: Path) -> dict[str, Any]:
 
 
 def value_of(key: Key) -> torch.Tensor:
-    return torch.rand(
-        SHAPE,
-        generator=torch.Generator().manual_seed(
-            int.from_bytes(blake2b(repr(tuple(key)).encode(), digest_size=4).digest(), "little")
-        ),
-    )
+    """Return the only value that may be loaded under a key."""
+    seed = int.from_bytes(blake2b(repr(tuple(key)).encode(), digest_size=4).digest(), "little")
+    return torch.rand(SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
 def key_of(name: str, **fields: Any) -> Key:
@@ -153,16 +150,17 @@ def await_event(fd: int) -> None:
 
 
 def store(adapter: Any, keys: list[Key]) -> int:
-    """Store the values of keys. Returns the bytes that the adapter reports."""
-    objects = [Object(value_of(key)) for key in keys]
+    """Store the values of keys. Returns the number of stored bytes that the adapter reports."""
+    objects = [MemoryObject(value_of(key)) for key in keys]
     task = adapter.submit_store_task(keys, objects)
     for each in objects:
-        each.tensor.zero_()  # as LMCache may, after the task; the adapter must have its copies
+        each.tensor.zero_()  # as LMCache may after submitting the task, so the adapter must have copied the values
     await_event(adapter.get_store_event_fd())
     return int(adapter.pop_completed_store_tasks()[task])
 
 
 def lookup(adapter: Any, keys: list[Key]) -> list[bool]:
+    """Look up keys, and unlock them again. Returns which were found."""
     layout = SimpleNamespace(shapes=[SHAPE], dtypes=[torch.float32])
     task = adapter.submit_lookup_and_lock_task(keys, {0: layout})
     await_event(adapter.get_lookup_and_lock_event_fd())
@@ -173,8 +171,8 @@ def lookup(adapter: Any, keys: list[Key]) -> list[bool]:
 
 
 def load(adapter: Any, keys: list[Key], dtype: torch.dtype = torch.float32) -> list[bool]:
-    """Load keys. Each that was loaded must have its value, and the others must not be touched."""
-    objects = [Object(torch.zeros(SHAPE).to(dtype)) for _ in keys]
+    """Load keys. Returns which were loaded: these must have their values, and the others must not be touched."""
+    objects = [MemoryObject(torch.zeros(SHAPE).to(dtype)) for _ in keys]
     task = adapter.submit_load_task(keys, objects)
     await_event(adapter.get_load_event_fd())
     bitmap = adapter.query_load_result(task)
@@ -207,8 +205,8 @@ def test_objects_are_found_after_a_restart(module: Any, options: dict[str, Any])
 def test_models_ranks_groups_and_salts_share_nothing(module: Any, options: dict[str, Any]) -> None:
     adapter = module.RadixKVL2Adapter(options)
     store(adapter, [key_of("chunk")])
-    others = [{"model_name": "other"}, {"kv_rank": 0x02010201}, {"object_group_id": 1}, {"cache_salt": "alice"}]
-    keys = [key_of("chunk", **fields) for fields in others]
+    other_fields = [{"model_name": "other"}, {"kv_rank": 0x02010201}, {"object_group_id": 1}, {"cache_salt": "alice"}]
+    keys = [key_of("chunk", **fields) for fields in other_fields]
     assert lookup(adapter, keys) == [False] * 4
     assert load(adapter, keys) == [False] * 4
     store(adapter, keys)
@@ -241,31 +239,32 @@ def test_modified_objects_are_misses(module: Any, options: dict[str, Any]) -> No
     adapter = module.RadixKVL2Adapter(options)
     store(adapter, KEYS)
     blocks = next(Path(options["disk_path"]).glob("*/blocks"))
-    blocks.write_bytes(bytes(len(blocks.read_bytes())))
+    blocks.write_bytes(bytes(blocks.stat().st_size))
     assert load(adapter, KEYS) == [False] * 6
     assert adapter.report_status()["disk_damaged"] == 6
     assert adapter.report_status()["is_healthy"]
     adapter.close()
 
 
-def test_random_tasks_of_two_threads(module: Any, options: dict[str, Any]) -> None:
+def test_random_tasks_of_two_threads_load_only_right_values(module: Any, options: dict[str, Any]) -> None:
     """LMCache calls from a thread that stores and one that loads. `load` compares all values."""
     adapter = module.RadixKVL2Adapter({**options, "disk_bytes": 20 * 12_288})
     keys = [key_of(f"{number}", cache_salt=salt) for number in range(20) for salt in ("", "alice")]
 
-    def store_some() -> None:
+    def store_random_keys() -> None:
         random = Random(0)
         for _ in range(60):
             store(adapter, random.sample(keys, 4))
 
-    thread = threading.Thread(target=store_some)
+    thread = threading.Thread(target=store_random_keys)
     thread.start()
     random = Random(1)
     num_loaded = 0
     while thread.is_alive():
         num_loaded += sum(load(adapter, random.sample(keys, 6)))
     thread.join()
-    assert num_loaded + sum(load(adapter, keys))
+    num_loaded += sum(load(adapter, keys))  # in case the other thread ended before the first load
+    assert num_loaded
     adapter.close()
 
 
@@ -293,7 +292,7 @@ def test_the_storage_manager_of_lmcache_finds_objects_after_a_restart(options: d
     layout = api.MemoryLayoutDesc([SHAPE], [torch.float32])
     keys = [api.ObjectKey(key.chunk_hash, "model", key.kv_rank) for key in KEYS]
 
-    def manager() -> Any:
+    def new_manager() -> Any:
         return StorageManager(
             config.StorageManagerConfig(
                 l1_manager_config=config.DRAML1ManagerConfig.from_dict(dram, eviction),
@@ -302,7 +301,7 @@ def test_the_storage_manager_of_lmcache_finds_objects_after_a_restart(options: d
             )
         )
 
-    first = manager()
+    first = new_manager()
     for key, value in first.reserve_write(keys[:4], layout).items():
         value.tensor.copy_(value_of(Key(key.chunk_hash)))
     first.finish_write(keys[:4])
@@ -310,12 +309,12 @@ def test_the_storage_manager_of_lmcache_finds_objects_after_a_restart(options: d
     wait_until(lambda: adapter.get_usage().total_bytes_used == 4 * SHAPE.numel() * 4)
     first.close()
 
-    second = manager()
+    second = new_manager()
     group = api.GroupedObjectKeys(keys, 0, layout)
     handle = second.submit_prefetch_task(api.PrefetchTaskSpec([group], num_kv_readers=1))
     assert second.wait_prefetch_status(handle, PATIENCE_S)
-    found = second.query_prefetch_status(handle)
-    assert found.l2_hit_count == 4
+    status = second.query_prefetch_status(handle)
+    assert status.l2_hit_count == 4
     with second.read_prefetched_results(keys[:4]) as objects:
         assert objects is not None
         for key, value in zip(keys[:4], objects, strict=True):

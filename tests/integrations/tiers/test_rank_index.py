@@ -16,9 +16,9 @@ def test_without_ranks_no_block_is_held() -> None:
     assert not RankIndex([]).holds(b"a")
 
 
-def test_keys_of_ranks_differ_and_can_be_undone() -> None:
+def test_keys_of_ranks_differ_and_can_be_converted_back() -> None:
     key = bytes(range(32))
     keys = [key_of_rank(key, rank) for rank in range(1000)]
     assert len(set(keys)) == 1000
     assert [key_of_rank(each, rank) for rank, each in enumerate(keys)] == [key] * 1000
-    assert {each[:10] for each in keys} == {key[:10]}  # the tags, by which the disk knows the owner
+    assert {each[:10] for each in keys} == {key[:10]}  # the owner's tag, by which a disk recognizes the owner

@@ -21,8 +21,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def stores_at(folder: Path, engine: str = "an engine 1.0", **values: object) -> SizedStores:
-    own = {"disk_path": str(folder), "disk_bytes": 1 << 20, "load_limit_s": PATIENCE_S}
-    return SizedStores(TierOptions.of({**own, **values}), engine)
+    defaults = {"disk_path": str(folder), "disk_bytes": 1 << 20, "load_limit_s": PATIENCE_S}
+    return SizedStores(TierOptions.of({**defaults, **values}), engine)
 
 
 def name_of(name: str, tenant: str = "", layout: str = "") -> ValueName:

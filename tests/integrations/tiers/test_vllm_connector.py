@@ -1,6 +1,6 @@
 """The KV connector of vLLM, called as vLLM calls it. Where vLLM is not installed, stand-ins replace its base classes.
 
-K/V of a token are a digest of the tokens up to it, so any other contents of a block are noticed. `bench/vllm_tier.py`
+The K/V of a token are a digest of the tokens up to it, so wrong contents of a block are noticed. `bench/vllm_tier.py`
 runs the connector in vLLM itself.
 """
 
@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -30,7 +31,7 @@ from tests.patience import PATIENCE_S, wait_until
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 24
-NAMES = ("layers.0", "layers.1")
+LAYER_NAMES = ("layers.0", "layers.1")
 
 
 def stand_ins() -> dict[str, ModuleType]:
@@ -58,16 +59,25 @@ def stand_ins() -> dict[str, ModuleType]:
     class FullAttentionSpec:
         block_size: int
 
-    base = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-    metrics = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
-    names = ["vllm", metrics, *(base[:index] for index, each in enumerate(base) if each == "." and index > 4), base]
-    modules = {name: ModuleType(name) for name in [*names, "vllm.v1", "vllm.v1.kv_cache_interface"]}
-    modules["vllm"].__version__ = "0.32.0"  # type: ignore[attr-defined]
-    kinds = ("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorWorkerMetadata")
-    vars(modules[base]).update({name: type(name, (), {}) for name in kinds})
-    modules[metrics].KVConnectorStats = KVConnectorStats  # type: ignore[attr-defined]
-    vars(modules[base]).update({"KVConnectorBase_V1": KVConnectorBase_V1, "KVConnectorRole": KVConnectorRole})
-    modules["vllm.v1.kv_cache_interface"].FullAttentionSpec = FullAttentionSpec  # type: ignore[attr-defined]
+    empty_classes = ("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorWorkerMetadata")
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": "0.32.0"},
+        "vllm.distributed": {},
+        "vllm.distributed.kv_transfer": {},
+        "vllm.distributed.kv_transfer.kv_connector": {},
+        "vllm.distributed.kv_transfer.kv_connector.v1": {},
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+            "KVConnectorBase_V1": KVConnectorBase_V1,
+            "KVConnectorRole": KVConnectorRole,
+            **{name: type(name, (), {}) for name in empty_classes},
+        },
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {"KVConnectorStats": KVConnectorStats},
+        "vllm.v1": {},
+        "vllm.v1.kv_cache_interface": {"FullAttentionSpec": FullAttentionSpec},
+    }
+    modules = {name: ModuleType(name) for name in contents}
+    for name, stand_in in modules.items():
+        vars(stand_in).update(contents[name])
     return modules
 
 
@@ -84,9 +94,8 @@ def module() -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-def config_of(
-    module: Any, options: dict[str, Any], rank: int = 0, num_ranks: int = 1, policy: str = "recompute"
-) -> Any:
+def config_of(options: dict[str, Any], rank: int = 0, num_ranks: int = 1, policy: str = "recompute") -> Any:
+    """Return the parts of vLLM's configuration that the connector reads; `policy` is for failed loads."""
     parallel = SimpleNamespace(
         rank=rank,
         world_size=num_ranks,
@@ -115,7 +124,8 @@ def config_of(
     )
 
 
-def blocks_of(module: Any, spec: Any = None) -> Any:
+def kv_cache_config_of(module: Any, spec: Any = None) -> Any:
+    """Return vLLM's description of `NUM_BLOCKS` blocks of one group of layers, of full attention without a spec."""
     if spec is None and HAS_VLLM:
         spec = module.FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=2, dtype=torch.float32)
     elif spec is None:
@@ -124,7 +134,8 @@ def blocks_of(module: Any, spec: Any = None) -> Any:
 
 
 def request_of(request_id: str, tokens: list[int], **fields: Any) -> Any:
-    own = {
+    """Return the parts of vLLM's request that the connector reads."""
+    defaults = {
         "request_id": request_id,
         "all_token_ids": tokens,
         "num_tokens": len(tokens),
@@ -136,41 +147,43 @@ def request_of(request_id: str, tokens: list[int], **fields: Any) -> Any:
         "kv_transfer_params": None,
         "cache_salt": None,
     }
-    return SimpleNamespace(**{**own, **fields})
+    return SimpleNamespace(**{**defaults, **fields})
 
 
 def kv_of(tokens: list[int], end: int, layer: str, rank: int) -> list[float]:
-    """Return K and V of the last of some tokens."""
-    return [float(crc32(repr((tokens[:end], layer, rank, each)).encode())) for each in range(2)]
+    """Return the K and V of a rank's layer for the token before `end`, each a number that depends on all tokens."""
+    return [float(crc32(repr((tokens[:end], layer, rank, index)).encode())) for index in range(2)]
 
 
 class Engine:
-    """Calls the connectors as vLLM does: one in the scheduler, one per rank. It has no prefix cache of its own."""
+    """Calls the connectors as vLLM does: one in the scheduler, one per rank. The engine itself caches no prefixes."""
 
     def __init__(self, module: Any, options: dict[str, Any], num_ranks: int = 1) -> None:
-        kind = module.RadixKVConnector
+        connector_class = module.RadixKVConnector
         roles = module.KVConnectorRole
-        self.scheduler = kind(
-            config_of(module, options, 0, num_ranks), roles.SCHEDULER, kv_cache_config=blocks_of(module)
+        self.scheduler = connector_class(
+            config_of(options, 0, num_ranks), roles.SCHEDULER, kv_cache_config=kv_cache_config_of(module)
         )
         self.workers = [
-            kind(config_of(module, options, rank, num_ranks), roles.WORKER, kv_cache_config=blocks_of(module))
+            connector_class(
+                config_of(options, rank, num_ranks), roles.WORKER, kv_cache_config=kv_cache_config_of(module)
+            )
             for rank in range(num_ranks)
         ]
-        self.kv = [{name: torch.zeros(NUM_BLOCKS, 1, BLOCK_TOKENS, 2) for name in NAMES} for _ in self.workers]
+        self.kv = [{name: torch.zeros(NUM_BLOCKS, 1, BLOCK_TOKENS, 2) for name in LAYER_NAMES} for _ in self.workers]
         for worker, kv in zip(self.workers, self.kv, strict=True):
             worker.register_kv_caches(kv)
         self.scheduler.set_xfer_handshake_metadata_pp_aware(
             {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         )
         self._free = list(range(1, NUM_BLOCKS))
-        self._number = 0
-        self._ended: list[set[str]] = []
+        self._num_requests = 0
+        self._ended_loads: list[set[str]] = []  # request ids, for each step and worker
 
     def run(self, tokens: list[int], random: Random, **fields: Any) -> int:
-        """Run one request in chunks of random sizes. Returns how many tokens were loaded, each verified."""
-        self._number += 1
-        request = request_of(f"request {self._number}", tokens, **fields)
+        """Run one request in chunks of random sizes. Verifies all loaded tokens, and returns their number."""
+        self._num_requests += 1
+        request = request_of(f"request {self._num_requests}", tokens, **fields)
         random.shuffle(self._free)
         num_blocks = -(-len(tokens) // BLOCK_TOKENS)
         ids, self._free = self._free[:num_blocks], self._free[num_blocks:]
@@ -184,7 +197,7 @@ class Engine:
             request, SimpleNamespace(get_block_ids=lambda: (list(ids),)), num_matched
         )
         num_loaded = self.load(request, ids, num_matched) if num_matched else 0
-        if num_loaded < num_matched:  # vLLM schedules it again, and repeated loads could fail forever
+        if num_loaded < num_matched:  # vLLM asks again; the connector must not try again, which could fail forever
             assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         request.num_computed_tokens = num_loaded
         self.verify(tokens, ids, num_loaded)
@@ -197,27 +210,32 @@ class Engine:
         return num_loaded
 
     def load(self, request: Any, ids: list[int], num_matched: int) -> int:
-        """Run steps until all workers have loaded. Returns the tokens before the first block that failed."""
-        waiting = set(range(len(self.workers)))
-        failed: set[int] = set()
+        """Run steps until all workers have loaded. Returns the number of tokens before the first failed block."""
+        loading_ranks = set(range(len(self.workers)))
+        failed_blocks: set[int] = set()
 
-        def is_over() -> bool:
-            for rank, (ended, invalid) in enumerate(self.step(request, ids, 0)):
+        def step_ended_all_loads() -> bool:
+            for rank, (ended, failed) in enumerate(self.step(request, ids, 0)):
                 assert ended <= {request.request_id}
-                waiting.difference_update({rank} if ended else set())
-                failed.update(invalid)
-            return not waiting
+                if ended:
+                    loading_ranks.discard(rank)
+                failed_blocks.update(failed)
+            return not loading_ranks
 
-        wait_until(is_over)
-        whole = [each not in failed for each in ids[: num_matched // BLOCK_TOKENS]]
-        return BLOCK_TOKENS * next((number for number, each in enumerate(whole) if not each), len(whole))
+        wait_until(step_ended_all_loads)
+        num_loaded_blocks = 0
+        for block_id in ids[: num_matched // BLOCK_TOKENS]:
+            if block_id in failed_blocks:
+                break
+            num_loaded_blocks += 1
+        return BLOCK_TOKENS * num_loaded_blocks
 
     def step(self, request: Any, ids: list[int], num_tokens: int) -> list[tuple[set[str], set[int]]]:
-        """Run a step that computes some tokens of a request. Returns ended loads and failed blocks of each worker."""
+        """Run a step that computes tokens of a request. Returns, for each worker, ended loads and failed blocks."""
         scheduled = {request.request_id: num_tokens} if num_tokens else {}
-        state = SimpleNamespace(resolve_block_ids=lambda request_id: (list(ids),))
+        block_state = SimpleNamespace(resolve_block_ids=lambda request_id: (list(ids),))
         metadata = self.scheduler.build_connector_meta(
-            SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
+            SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=block_state)
         )
         results: list[tuple[set[str], set[int]]] = []
         reports = []
@@ -225,28 +243,27 @@ class Engine:
             worker.bind_connector_metadata(metadata)
             worker.start_load_kv(None)
             for position in range(request.num_computed_tokens, request.num_computed_tokens + num_tokens):
-                for name in NAMES:
+                for name in LAYER_NAMES:
                     worker.wait_for_layer_load(name)
-                    where = (ids[position // BLOCK_TOKENS], 0, position % BLOCK_TOKENS)
-                    kv[name][where] = torch.tensor(kv_of(request.all_token_ids, position + 1, name, rank))
+                    slot = (ids[position // BLOCK_TOKENS], 0, position % BLOCK_TOKENS)
+                    kv[name][slot] = torch.tensor(kv_of(request.all_token_ids, position + 1, name, rank))
                     worker.save_kv_layer(name, kv[name], None)
             worker.wait_for_save()
             results.append((worker.get_finished(set())[1], worker.get_block_ids_with_load_errors()))
             if (report := worker.build_connector_worker_meta()) is not None:
                 reports.append(report)
-        joined = reports[0] if reports else None
-        for each in reports[1:]:
-            joined = joined.aggregate(each)
-        self._ended += [ended for ended, _ in results]
-        # vLLM reports a request when all workers have, and a block as soon as one has.
-        all_ended = {
-            each for each in set().union(*self._ended) if sum(each in ended for ended in self._ended) >= len(results)
-        }
+        joined_report = reports[0] if reports else None
+        for report in reports[1:]:
+            joined_report = joined_report.aggregate(report)
+        self._ended_loads += [ended for ended, _ in results]
+        # vLLM reports a load when all workers have ended it, and a failed block as soon as one worker reports it.
+        num_ended = Counter(request_id for ended in self._ended_loads for request_id in ended)
+        ended_everywhere = {request_id for request_id, count in num_ended.items() if count >= len(self.workers)}
         self.scheduler.update_connector_output(
             SimpleNamespace(
-                kv_connector_worker_meta=joined,
+                kv_connector_worker_meta=joined_report,
                 invalid_block_ids=set().union(*(failed for _, failed in results)),
-                finished_recving=all_ended,
+                finished_recving=ended_everywhere,
             )
         )
         return results
@@ -254,9 +271,9 @@ class Engine:
     def verify(self, tokens: list[int], ids: list[int], num_tokens: int) -> None:
         for rank, kv in enumerate(self.kv):
             for position in range(num_tokens):
-                for name in NAMES:
-                    found = kv[name][ids[position // BLOCK_TOKENS], 0, position % BLOCK_TOKENS]
-                    assert torch.equal(found, torch.tensor(kv_of(tokens, position + 1, name, rank)))
+                for name in LAYER_NAMES:
+                    loaded = kv[name][ids[position // BLOCK_TOKENS], 0, position % BLOCK_TOKENS]
+                    assert torch.equal(loaded, torch.tensor(kv_of(tokens, position + 1, name, rank)))
 
     def settle(self) -> None:
         """Wait until everything is stored, and report it to the scheduler."""
@@ -275,7 +292,7 @@ def disk(tmp_path: Path) -> dict[str, Any]:
     return {"disk_path": str(tmp_path / "tiers"), "disk_bytes": 1 << 20}
 
 
-PROMPT = list(range(100, 118))  # four blocks and a half
+PROMPT = list(range(100, 118))  # four and a half blocks, of which the four full ones can be loaded: 16 tokens
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -287,18 +304,22 @@ def test_prefixes_are_found_after_a_restart(module: Any, disk: dict[str, Any], n
     assert engine.run(PROMPT, random) == 16
     engine.close()
     engine = Engine(module, disk, num_ranks)
-    assert engine.run([*PROMPT[:9], 1, 2, 3, 4, 5], random) == 8
+    assert engine.run([*PROMPT[:9], 1, 2, 3, 4, 5], random) == 8  # two full blocks begin like `PROMPT`
     assert engine.run(PROMPT[:16], random) == 12  # at least one token is computed
     assert engine.run([1, *PROMPT], random) == 0
     engine.close()
+
+
+def third_block(module: Any, engine: Engine) -> Any:
+    """Return the identity of the third block of `PROMPT` in the tiers of an engine."""
+    return engine.scheduler._scheduler._blocks(module._Prompt(request_of("other", PROMPT)), 3)[2]
 
 
 def test_a_block_is_usable_only_if_all_ranks_have_it(module: Any, disk: dict[str, Any]) -> None:
     engine = Engine(module, disk, 2)
     engine.run(PROMPT, Random(0))
     engine.settle()
-    third = engine.scheduler._scheduler._blocks(module._Prompt(request_of("other", PROMPT)), 3)[2]
-    engine.workers[1]._worker._store.delete([module.key_of_rank(third.key, 1)])
+    engine.workers[1]._worker._store.delete([module.key_of_rank(third_block(module, engine).key, 1)])
     engine.settle()
     assert engine.run(PROMPT, Random(0)) == 8
     engine.close()
@@ -334,11 +355,16 @@ def test_empty_steps_wait_for_a_load(module: Any, disk: dict[str, Any], monkeypa
     engine.run(PROMPT, Random(0))
     engine.settle()
     monkeypatch.setattr(module, "_IDLE_WAIT_S", PATIENCE_S)
-    steps: list[int] = []
+    step_tokens: list[int] = []
     step = engine.step
-    monkeypatch.setattr(engine, "step", lambda *args: steps.append(args[2]) or step(*args))
+
+    def recorded_step(request: Any, ids: list[int], num_tokens: int) -> Any:
+        step_tokens.append(num_tokens)
+        return step(request, ids, num_tokens)
+
+    monkeypatch.setattr(engine, "step", recorded_step)
     assert engine.run(PROMPT, Random(0)) == 16
-    assert steps.count(0) == 1
+    assert step_tokens.count(0) == 1
     engine.close()
 
 
@@ -346,7 +372,7 @@ def test_without_memory_for_copies_nothing_fails(
     module: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_memory(*_: object) -> Any:
-        raise MemoryError("none left")
+        raise MemoryError("no memory is left")
 
     engine = Engine(module, disk)
     with monkeypatch.context() as patch:
@@ -360,7 +386,7 @@ def test_without_memory_for_copies_nothing_fails(
     engine.close()
 
 
-def test_what_was_stored_before_a_reset_is_not_used(module: Any, disk: dict[str, Any]) -> None:
+def test_blocks_stored_before_a_reset_are_not_loaded_after_it(module: Any, disk: dict[str, Any]) -> None:
     engine = Engine(module, disk)
     engine.run(PROMPT, Random(0))
     engine.settle()
@@ -369,7 +395,9 @@ def test_what_was_stored_before_a_reset_is_not_used(module: Any, disk: dict[str,
     engine.settle()
     assert engine.run(PROMPT, Random(0)) == 16
     engine.close()
-    engine = Engine(module, disk)  # with the weights of the checkpoint again
+    engine = Engine(
+        module, disk
+    )  # a new process has the weights of the checkpoint again, which the reset may have replaced
     assert engine.run(PROMPT, Random(0)) == 16
     engine.close()
 
@@ -383,8 +411,8 @@ def test_vllm_can_log_what_the_tiers_count(module: Any, disk: dict[str, Any]) ->
     assert worker.get_kv_connector_stats() is None
     engine.run(PROMPT, Random(0))
     stats = worker.get_kv_connector_stats()
-    again = module.RadixKVConnector.build_kv_connector_stats(stats.data)
-    assert again.aggregate(stats).reduce() == {"loaded": 8}
+    same_stats = module.RadixKVConnector.build_kv_connector_stats(stats.data)
+    assert same_stats.aggregate(stats).reduce() == {"loaded": 2 * 4}
     assert not stats.is_empty()
     stats.reset()
     assert stats.is_empty()
@@ -405,7 +433,7 @@ def test_a_block_that_cannot_be_loaded_is_computed_and_saved_again(module: Any, 
     engine.run(PROMPT, Random(0))
     engine.settle()
     with next(Path(disk["disk_path"]).glob("*/blocks")).open("r+b") as file:
-        file.seek(2 * 4096)
+        file.seek(2 * 4096)  # the third block
         file.write(b"x")
     assert engine.run(PROMPT, Random(0)) == 8
     engine.settle()
@@ -442,14 +470,13 @@ def test_engines_share_redis(module: Any, tmp_path: Path) -> None:
         assert first.run(PROMPT, Random(0)) == 0
         first.settle()
         assert second.run(PROMPT, Random(0)) == 16
-        third = first.scheduler._scheduler._blocks(module._Prompt(request_of("other", PROMPT)), 3)[2]
-        part, store = module.key_of_rank(third.key, 1), first.workers[1]._worker._store
-        store.delete([part])
-        wait_until(lambda: store.exists([part]).result(PATIENCE_S) == [False])
-        other = Engine(module, options, 2)
-        assert other.run(PROMPT, Random(0)) == 8  # not all ranks have their part of the third block
-        assert "redis_absent" not in other.workers[1]._worker._store.counts()  # the third block was not found
-        other.close()
+        key, store = module.key_of_rank(third_block(module, first).key, 1), first.workers[1]._worker._store
+        store.delete([key])
+        wait_until(lambda: store.exists([key]).result(PATIENCE_S) == [False])
+        third = Engine(module, options, 2)
+        assert third.run(PROMPT, Random(0)) == 8  # rank 1 does not have its part of the third block
+        assert "redis_absent" not in third.workers[1]._worker._store.counts(), "no load of the missing part was tried"
+        third.close()
         server.stop()
         assert second.run([7, *PROMPT], Random(0)) == 0
         first.close()
@@ -457,9 +484,9 @@ def test_engines_share_redis(module: Any, tmp_path: Path) -> None:
 
 
 def test_a_policy_that_fails_requests_is_refused(module: Any, disk: dict[str, Any]) -> None:
-    config = config_of(module, disk, policy="fail")
+    config = config_of(disk, policy="fail")
     with pytest.raises(ConfigError, match="kv_load_failure_policy: expected recompute"):
-        module.RadixKVConnector(config, module.KVConnectorRole.WORKER, kv_cache_config=blocks_of(module))
+        module.RadixKVConnector(config, module.KVConnectorRole.WORKER, kv_cache_config=kv_cache_config_of(module))
 
 
 def test_models_with_other_states_are_refused(module: Any, disk: dict[str, Any]) -> None:
@@ -468,7 +495,7 @@ def test_models_with_other_states_are_refused(module: Any, disk: dict[str, Any])
 
     with pytest.raises(UnsupportedModel, match="MambaSpec"):
         module.RadixKVConnector(
-            config_of(module, disk), module.KVConnectorRole.WORKER, kv_cache_config=blocks_of(module, MambaSpec())
+            config_of(disk), module.KVConnectorRole.WORKER, kv_cache_config=kv_cache_config_of(module, MambaSpec())
         )
 
 
