@@ -36,8 +36,8 @@ class Prometheus:
             result: list[dict[str, Any]] = json.load(response)["data"]["result"]
         return result
 
-    def becomes_known(self, expression: str) -> bool:
-        """Return whether a query has a result within `PATIENCE_S`."""
+    def wait_for_result(self, expression: str) -> bool:
+        """Repeat a query until it has a result. Return whether it has one within `PATIENCE_S`."""
         end_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < end_s:
             with contextlib.suppress(urllib.error.URLError, ConnectionError):
@@ -54,19 +54,19 @@ class Prometheus:
 
 
 @contextlib.contextmanager
-def scraping(folder: Path, target: str, edits: dict[str, Any]) -> Iterator[Prometheus]:
+def run_prometheus(folder: Path, target: str, job_settings: dict[str, Any]) -> Iterator[Prometheus]:
     """Run Prometheus with docs/deploy/prometheus.yml and alerts.yaml in a directory.
 
     Args:
         folder: contains the files that the configuration refers to.
-        target: `HOST:PORT` of the metrics port, in place of the one in the file.
-        edits: keys of the scrape job to replace.
+        target: `HOST:PORT` of the metrics port, which replaces the one in the file.
+        job_settings: replace the keys of the same names in the scrape job.
     """
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text(encoding="utf-8"))
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     (job,) = config["scrape_configs"]
     job["static_configs"] = [{"targets": [target]}]
-    job.update(edits)
+    job.update(job_settings)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     shutil.copy(DEPLOY / "alerts.yaml", folder)
     address = f"127.0.0.1:{free_port()}"

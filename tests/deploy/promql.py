@@ -6,15 +6,24 @@ import re
 
 from tests.rules.test_metric_names import ALL_NAMES, HISTOGRAM
 
-Labels = dict[str, str]  # values by name; an empty value if the query does not fix it
+Labels = dict[str, str]  # values by name; the value is empty where the query selects no single one
 
 _TOKEN = re.compile(r"[a-zA-Z_:][\w:]*|{[^}]*}|\[\w+\]|\d+(?:\.\d+)?|==|[-+*/<>(),]")
 _OPERATORS = ("+", "-", "*", "/", "==", "<", ">", "or")
-_LABELS = {
-    name + suffix: ("instance", "job", *labels, *["le"] * (suffix == "_bucket"))
-    for name, (kind, labels) in {**ALL_NAMES, "up": ("gauge", ())}.items()
-    for suffix in (HISTOGRAM if kind == "histogram" else ("",))
-}
+
+
+def _labels_of_series() -> dict[str, tuple[str, ...]]:
+    """Return the names of the labels of each time series, by the name of the series."""
+    labels_of_target = ("instance", "job")  # Prometheus adds these to every series of a server
+    labels_by_series: dict[str, tuple[str, ...]] = {"up": labels_of_target}
+    for name, (kind, labels) in ALL_NAMES.items():
+        for suffix in HISTOGRAM if kind == "histogram" else ("",):
+            bucket_label = ("le",) if suffix == "_bucket" else ()
+            labels_by_series[name + suffix] = (*labels_of_target, *labels, *bucket_label)
+    return labels_by_series
+
+
+_LABELS = _labels_of_series()
 
 
 def labels_of(query: str) -> Labels | None:
@@ -25,17 +34,18 @@ def labels_of(query: str) -> Labels | None:
             have different labels.
     """
     tokens = _TOKEN.findall(query)
-    assert "".join(tokens) == re.sub(r"\s", "", query), "another part of PromQL"
-    labels = _expression(tokens)
+    assert "".join(tokens) == re.sub(r"\s", "", query), f"unsupported PromQL in {query}"
+    labels = _take_expression(tokens)
     assert not tokens, tokens
     return labels
 
 
-def _expression(tokens: list[str]) -> Labels | None:
-    """Take an expression from the tokens: operands, and operators between them."""
+def _take_expression(tokens: list[str]) -> Labels | None:
+    """Take an expression, operands with operators between them, from the tokens; return the labels of its results."""
     vectors = []
     while True:
-        if (labels := _operand(tokens)) is not None:
+        labels = _take_operand(tokens)
+        if labels is not None:
             vectors.append(labels)
         if not tokens or tokens[0] not in _OPERATORS:
             break
@@ -44,48 +54,53 @@ def _expression(tokens: list[str]) -> Labels | None:
     return vectors[0] if vectors else None
 
 
-def _operand(tokens: list[str]) -> Labels | None:
+def _take_operand(tokens: list[str]) -> Labels | None:
+    """Take a number, a metric, a function call or an expression in parentheses from the tokens; return its labels."""
     name = "" if tokens[0] == "(" else tokens.pop(0)
     if name[:1].isdigit():
         return None
     if name in ("", "rate", "increase"):
-        return _arguments(tokens)[0]
+        return _take_arguments(tokens)[0]
     if name == "vector":
-        _arguments(tokens)
+        _take_arguments(tokens)
         return {}
     if name == "histogram_quantile":
-        labels = _arguments(tokens)[1] or {}
-        return {label: labels[label] for label in labels if label != _existing("le", labels)}
+        labels = _take_arguments(tokens)[1] or {}
+        _check_label("le", labels)
+        return {label: value for label, value in labels.items() if label != "le"}
     if name in ("sum", "min", "max"):
-        kept = _names(tokens) if tokens[0] == "by" else []
-        labels = _arguments(tokens)[0] or {}
-        return {label: labels[_existing(label, labels)] for label in kept}
-    return _selected(name, tokens)
+        grouping_labels = _take_grouping_labels(tokens) if tokens[0] == "by" else []
+        labels = _take_arguments(tokens)[0] or {}
+        for label in grouping_labels:
+            _check_label(label, labels)
+        return {label: labels[label] for label in grouping_labels}
+    return _take_matchers(name, tokens)
 
 
-def _selected(name: str, tokens: list[str]) -> Labels:
-    """Take the matchers after the name of a metric from the tokens."""
+def _take_matchers(name: str, tokens: list[str]) -> Labels:
+    """Take the matchers and the range after the name of a metric from the tokens; return the labels of the series."""
     assert name in _LABELS, f"no metric {name}"
     labels = dict.fromkeys(_LABELS[name], "")
     if tokens and tokens[0].startswith("{"):
         for label, operator, value in re.findall(r'(\w+)(=~?)"(.*?)"', tokens.pop(0)):
-            labels[_existing(label, labels)] = value if operator == "=" else ""
+            _check_label(label, labels)
+            labels[label] = value if operator == "=" else ""
     if tokens and tokens[0].startswith("["):
         del tokens[0]
     return labels
 
 
-def _arguments(tokens: list[str]) -> list[Labels | None]:
-    """Take expressions in parentheses from the tokens."""
-    found = []
+def _take_arguments(tokens: list[str]) -> list[Labels | None]:
+    """Take expressions in parentheses from the tokens; return the labels of each."""
+    arguments = []
     while tokens[0] != ")":
-        assert tokens.pop(0) == ("," if found else "(")
-        found.append(_expression(tokens))
+        assert tokens.pop(0) == ("," if arguments else "(")
+        arguments.append(_take_expression(tokens))
     del tokens[0]
-    return found
+    return arguments
 
 
-def _names(tokens: list[str]) -> list[str]:
+def _take_grouping_labels(tokens: list[str]) -> list[str]:
     """Take the names in `by (a, b)` from the tokens."""
     end = tokens.index(")")
     names = [each for each in tokens[2:end] if each != ","]
@@ -93,6 +108,5 @@ def _names(tokens: list[str]) -> list[str]:
     return names
 
 
-def _existing(label: str, labels: Labels) -> str:
+def _check_label(label: str, labels: Labels) -> None:
     assert label in labels, f"no label {label} among {list(labels)}"
-    return label

@@ -1,4 +1,4 @@
-"""The queries of the dashboard, of the alerts and of docs/METRICS.md."""
+"""The queries of the dashboard, of the alerts and of docs/METRICS.md, each by its title."""
 
 from __future__ import annotations
 

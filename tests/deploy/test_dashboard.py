@@ -1,6 +1,6 @@
 """The dashboard, the alerts and the queries of docs/METRICS.md, with a real Prometheus.
 
-It scrapes a real server over TLS with a reader's token.
+Prometheus scrapes a real server over TLS with the token of a caller that may only read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.free_port import free_port
 from tests.patience import PATIENCE_S
 from tests.service.server.auth.certificates import TOKENS, CredentialFiles
 
-from .prometheus import PROMETHEUS, Prometheus, scraping
+from .prometheus import PROMETHEUS, Prometheus, run_prometheus
 from .queries import DASHBOARD, EXAMPLES, PANELS, as_sent
 
 QUERIES = PANELS | EXAMPLES
@@ -28,23 +28,27 @@ MAY_BE_EMPTY = {"Requests by outcome B", "alert: requests are refused because th
 
 
 def test_panels_do_not_overlap() -> None:
-    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    positions = [panel["gridPos"] for panel in DASHBOARD["panels"]]
     cells = [
-        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+        (x, y)
+        for position in positions
+        for x in range(position["x"], position["x"] + position["w"])
+        for y in range(position["y"], position["y"] + position["h"])
     ]
     assert len(cells) == len(set(cells))
-    assert all(0 <= x < 24 for x, _ in cells)
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(places)
+    assert all(0 <= x < 24 for x, _ in cells), "the grid of Grafana has 24 columns"
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(positions)
 
 
-def call_each(address: str, credential_files: CredentialFiles) -> None:
+def make_calls(address: str, credential_files: CredentialFiles) -> None:
+    """Make calls of two tenants, one of them invalid per tenant, and a call that its caller is not allowed to make."""
     for name in ("acme", "globex"):
         with Client(address, timeout_s=PATIENCE_S, **credential_files.client(name)) as client:
             client.prefill(range(200))
             client.prefill(range(200))
             list(client.generate(range(150), max_new_tokens=4, ignore_eos=True))
             with pytest.raises(grpc.RpcError):
-                client.prefill([1, 512])
+                client.prefill([1, 512])  # the vocabulary of the embedded model has the tokens 0 to 511
     with (
         Client(address, timeout_s=PATIENCE_S, **credential_files.client("watcher")) as client,
         pytest.raises(grpc.RpcError),
@@ -65,19 +69,19 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         "tiers.host_bytes=10000000"
     ]
     command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", "--metrics-port", target.split(":")[1]]
-    command += [part for setting in settings for part in ("--set", setting)]
+    command += [argument for setting in settings for argument in ("--set", setting)]
     log = (folder / "log").open("w")
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert server.stdout is not None
         address = server.stdout.readline().removeprefix("listening on ").strip()
-        with scraping(folder, target, {"tls_config": {"ca_file": "ca.pem"}}) as found:
-            assert found.becomes_known("radixkv_up == 1"), (folder / "prometheus.log").read_text()
-            call_each(address, credential_files)
-            assert found.becomes_known('count_over_time(radixkv_prompt_tokens_total{tenant="acme"}[1m]) > 1')
-            call_each(address, credential_files)
-            assert found.becomes_known('rate(radixkv_prompt_tokens_total{tenant="globex"}[1m]) > 0')
-            yield found
+        with run_prometheus(folder, target, {"tls_config": {"ca_file": "ca.pem"}}) as scraper:
+            assert scraper.wait_for_result("radixkv_up == 1"), (folder / "prometheus.log").read_text()
+            make_calls(address, credential_files)
+            assert scraper.wait_for_result('count_over_time(radixkv_prompt_tokens_total{tenant="acme"}[1m]) > 1')
+            make_calls(address, credential_files)
+            assert scraper.wait_for_result('rate(radixkv_prompt_tokens_total{tenant="globex"}[1m]) > 0')
+            yield scraper
     finally:
         server.terminate()
         server.communicate(timeout=PATIENCE_S)
@@ -90,7 +94,7 @@ def test_a_query_has_a_result(prometheus: Prometheus, title: str) -> None:
     result = prometheus.query(as_sent(QUERIES[title]))
     if title not in MAY_BE_EMPTY:
         assert result, QUERIES[title]
-        assert [each["value"][1] for each in result if each["value"][1] in ("+Inf", "-Inf")] == []
+        assert not {each["value"][1] for each in result} & {"+Inf", "-Inf"}
 
 
 @pytest.mark.slow
@@ -104,17 +108,18 @@ def test_the_legend_of_a_panel_uses_existing_labels(prometheus: Prometheus) -> N
 
 @pytest.mark.slow
 def test_the_hit_rate_of_a_tenant_is_shown(prometheus: Prometheus) -> None:
-    (value,) = [
+    (hit_rate,) = [
         float(each["value"][1])
         for each in prometheus.query(as_sent(QUERIES["Token hit rate by tenant A"]))
         if each["metric"]["tenant"] == "acme"
     ]
-    assert 0.5 < value < 1
+    # Each tenant sends one prompt that is computed; its later prompts are cached except for their last token.
+    assert 0.5 < hit_rate < 1
 
 
 @pytest.mark.slow
 def test_alerts_can_be_evaluated_and_none_fires_for_a_healthy_server(prometheus: Prometheus) -> None:
-    assert prometheus.becomes_known("ALERTS or vector(1)")
+    assert prometheus.wait_for_result("ALERTS or vector(1)")
     rules = prometheus.rules()
     assert set(rules.values()) == {"ok"}, rules
     assert prometheus.query('ALERTS{alertstate="firing"}') == []

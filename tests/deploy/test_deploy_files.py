@@ -28,32 +28,40 @@ needs_systemd = pytest.mark.skipif(SYSTEMD_ANALYZE is None, reason="needs system
 
 UNIT = (DEPLOY / "radixkv.service").read_text(encoding="utf-8")
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
-IGNORED = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+IGNORE_LINES = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
 
 
 class ComposeLoader(yaml.SafeLoader):
     """Loads compose files, whose tags `!override` and `!reset` control how files are merged."""
 
 
-def merge_tag(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+def load_merged_list(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    """Return the list after a merge tag."""
     assert isinstance(node, yaml.SequenceNode)
     return loader.construct_sequence(node, deep=True)
 
 
 for tag in ("!override", "!reset"):
-    ComposeLoader.add_constructor(tag, merge_tag)
+    ComposeLoader.add_constructor(tag, load_merged_list)
 COMPOSE, COMPOSE_TLS = (
     yaml.load((DEPLOY / name).read_text(encoding="utf-8"), ComposeLoader)
     for name in ("compose.yaml", "compose.tls.yaml")
 )
 
-OTHER_STOP_S = 9.0  # 4 s to send responses and close connections, 5 s for a tier or a step that does not end
+# The time to stop besides draining and saving the cache: at most 4 s to send responses and close connections, and 5 s
+# for a tier or a step that does not end.
+OTHER_STOP_S = 9.0
 KUBERNETES = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")))
 
 
 def output_of(*command: str | Path | None, cwd: Path) -> str:
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        [str(argument) for argument in command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -88,7 +96,7 @@ def test_every_alert_is_in_the_runbook_and_is_tested() -> None:
 
 @pytest.fixture
 def unit(tmp_path: Path) -> Path:
-    """The unit with a program that exists."""
+    """The path of a copy of the systemd unit that starts a program that exists."""
     assert UNIT.count("ExecStart=/opt/radixkv/bin/radixkv ") == 1
     (tmp_path / "radixkv.service").write_text(UNIT.replace("/opt/radixkv/bin/radixkv", "/bin/true"))
     return tmp_path / "radixkv.service"
@@ -113,16 +121,16 @@ def test_the_stop_timeouts_exceed_the_time_to_drain_and_to_save_the_cache() -> N
     assert float(COMPOSE["services"]["radixkv"]["stop_grace_period"].removesuffix("s")) > max_stop_s
 
 
-def instruction(word: str) -> str:
-    """Arguments of the last instruction with this name in the Dockerfile."""
-    return re.findall(rf"^{word} (.+)$", DOCKERFILE, re.MULTILINE)[-1]
+def arguments_of_instruction(name: str) -> str:
+    """Return the arguments of the last instruction with this name in the Dockerfile."""
+    return re.findall(rf"^{name} (.+)$", DOCKERFILE, re.MULTILINE)[-1]
 
 
 def test_the_build_context_contains_the_whole_package(tmp_path: Path) -> None:
     """`COPY . .` keeps symbolic links, so the build context must contain their targets."""
     assert "COPY . ." in DOCKERFILE
-    assert IGNORED[1] == "*"
-    included = {line[1:] for line in IGNORED if line.startswith("!")}
+    assert IGNORE_LINES[1] == "*", "everything is ignored except the files that later lines include"
+    included = {line.removeprefix("!") for line in IGNORE_LINES if line.startswith("!")}
     links = [path for path in (ROOT / "radixkv").iterdir() if path.is_symlink()]
     assert {str(path.resolve().relative_to(ROOT)) for path in links} <= included
     for name in included:
@@ -131,8 +139,8 @@ def test_the_build_context_contains_the_whole_package(tmp_path: Path) -> None:
         elif source.exists():
             shutil.copy(source, tmp_path / name)
     program = "from setuptools import find_packages as f; print(*f('.', include=['radixkv', 'radixkv.*']))"
-    found = set(output_of(sys.executable, "-c", program, cwd=tmp_path).split())
-    assert {"radixkv", "radixkv.kernels.native", "radixkv.service.cli", "radixkv.service.server.page"} <= found
+    packages = set(output_of(sys.executable, "-c", program, cwd=tmp_path).split())
+    assert {"radixkv", "radixkv.kernels.native", "radixkv.service.cli", "radixkv.service.server.page"} <= packages
 
 
 def test_the_build_stage_has_a_compiler_and_the_image_has_none() -> None:
@@ -149,14 +157,14 @@ def test_the_extras_of_the_image_exist() -> None:
 
 
 def test_the_image_starts_without_files_and_listens_on_loopback() -> None:
-    assert json.loads(instruction("ENTRYPOINT")) == ["radixkv"]
-    arguments = make_parser().parse_args(json.loads(instruction("CMD")))
+    assert json.loads(arguments_of_instruction("ENTRYPOINT")) == ["radixkv"]
+    arguments = make_parser().parse_args(json.loads(arguments_of_instruction("CMD")))
     assert (arguments.config, arguments.model, arguments.host) == (None, None, None)
     assert ServerConfig().host == "127.0.0.1"
 
 
 def test_the_health_check_works_with_and_without_tls() -> None:
-    check = instruction("HEALTHCHECK").partition(" CMD ")[2]
+    check = arguments_of_instruction("HEALTHCHECK").partition(" CMD ")[2]
     program, *arguments = json.loads(check)
     assert program == "radixkv"
     parsed = make_parser().parse_args(arguments)
@@ -165,33 +173,34 @@ def test_the_health_check_works_with_and_without_tls() -> None:
 
 
 def test_the_image_installs_the_torch_version_of_the_package() -> None:
-    (wanted,) = re.findall(r'^ +"(torch[^"]*)",$', text_of("pyproject.toml"), re.MULTILINE)
-    assert f"pip install --no-cache-dir '{wanted}' --index-url" in DOCKERFILE
+    (requirement,) = re.findall(r'^ +"(torch[^"]*)",$', text_of("pyproject.toml"), re.MULTILINE)
+    assert f"pip install --no-cache-dir '{requirement}' --index-url" in DOCKERFILE
 
 
-def places_of(service: dict[str, Any], key: str) -> list[Path]:
-    """Mount points of one kind inside a container."""
-    mounts = service.get(key, [])
-    return [Path(re.sub(r":(ro|rw)$", "", mount).rpartition(":")[2] if key == "volumes" else mount) for mount in mounts]
+def volume_paths(service: dict[str, Any]) -> list[Path]:
+    """Return where the volumes of a service are mounted in its container."""
+    mounts_without_mode = [re.sub(r":(ro|rw)$", "", mount) for mount in service.get("volumes", [])]
+    return [Path(mount.rpartition(":")[2]) for mount in mounts_without_mode]
 
 
 def test_the_cache_directory_is_writable_and_executable() -> None:
-    """Docker mounts a tmpfs noexec."""
+    """The kernels that the server compiles are loaded from there, and Docker mounts a tmpfs with noexec."""
     server = COMPOSE["services"]["radixkv"]
     (cache,) = re.findall(r"\bXDG_CACHE_HOME=(\S+)", DOCKERFILE)
     cache = server.get("environment", {}).get("XDG_CACHE_HOME", cache)
-    kept = Path(cache) / "radixkv"
+    cache_directory = Path(cache) / "radixkv"
     assert server["read_only"]
-    assert kept in places_of(server, "volumes")
-    assert not any(kept.is_relative_to(place) for place in places_of(server, "tmpfs"))
-    assert f"mkdir --mode 1777 {kept}" in DOCKERFILE  # for the user of compose.tls.yaml too
+    assert cache_directory in volume_paths(server)
+    assert not any(cache_directory.is_relative_to(path) for path in server.get("tmpfs", []))
+    assert f"mkdir --mode 1777 {cache_directory}" in DOCKERFILE, "any user may write, as compose.tls.yaml sets another"
 
 
 def test_compose_uses_only_its_own_variables_and_requires_them() -> None:
-    for name in ("compose.yaml", "compose.tls.yaml"):
-        text = re.sub(r"#.*", "", (DEPLOY / name).read_text(encoding="utf-8"))
+    for file_name in ("compose.yaml", "compose.tls.yaml"):
+        text = re.sub(r"#.*", "", (DEPLOY / file_name).read_text(encoding="utf-8"))
         variables = re.findall(r"\$\{?(\w+)([^}]*)", text)
-        assert all(variable.startswith("RADIXKV_") and rest.startswith(":?") for variable, rest in variables)
+        # Compose refuses to start with an empty variable that is written as ${NAME:?message}.
+        assert all(name.startswith("RADIXKV_") and operator.startswith(":?") for name, operator in variables)
 
 
 def test_a_server_without_credentials_is_published_on_loopback_only() -> None:
@@ -203,7 +212,7 @@ def test_a_server_without_credentials_is_published_on_loopback_only() -> None:
     assert "--insecure" not in COMPOSE_TLS["services"]["radixkv"]["command"]
 
 
-@pytest.mark.parametrize("compose", [COMPOSE, COMPOSE_TLS])
+@pytest.mark.parametrize("compose", [COMPOSE, COMPOSE_TLS], ids=["compose.yaml", "compose.tls.yaml"])
 def test_the_commands_of_the_compose_files_parse(compose: dict[str, Any]) -> None:
     make_parser().parse_args(compose["services"]["radixkv"]["command"])
 
@@ -218,8 +227,8 @@ def test_the_files_that_compose_mounts_exist() -> None:
         assert yaml.safe_load(config["content"])
     mounts = [
         mount
-        for each in (COMPOSE, COMPOSE_TLS)
-        for service in each["services"].values()
+        for compose in (COMPOSE, COMPOSE_TLS)
+        for service in compose["services"].values()
         for mount in service.get("volumes", [])
     ]
     assert all((DEPLOY / mount.partition(":")[0]).exists() for mount in mounts if mount.startswith("./"))
@@ -268,6 +277,6 @@ def test_the_manifests_agree_with_the_server(tmp_path: Path) -> None:
     assert f"useradd --uid {pod['securityContext']['runAsUser']} " in DOCKERFILE
     (cache,) = re.findall(r"\bXDG_CACHE_HOME=(\S+)", DOCKERFILE)
     assert f"{cache}/radixkv" in {each["mountPath"] for each in container["volumeMounts"]}
-    allowed = manifests["NetworkPolicy"]["spec"]["ingress"]
+    ingress_rules = manifests["NetworkPolicy"]["spec"]["ingress"]
     assert config.insecure
-    assert allowed == [{"from": [{"podSelector": {}}]}]  # pods of the same namespace
+    assert ingress_rules == [{"from": [{"podSelector": {}}]}], "only pods of the same Kubernetes namespace may connect"

@@ -37,8 +37,8 @@ OUTPUTS = {
     "purge.py": ["2 blocks freed", "0 tokens would be reused"],
     "events.py": ["begins with a snapshot: True", "stored tokens up to 363"],
 }
-# The model's answers may differ between processors, since the last bits of logits do.
-TEXTS = {
+# Patterns of lines: the model's answers may differ between processors, since the last bits of logits do.
+TEXT_OUTPUTS = {
     "text.py": [
         r"And the Lord said unto Moses,.+",
         r"'.*'",
@@ -53,7 +53,7 @@ TEXTS = {
         r"\d\d of \d\d tokens of the prompt were cached",
     ],
 }
-LINES = re.findall(r"^\$ (grpcurl .+)$", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+COMMANDS = re.findall(r"^\$ (grpcurl .+)$", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def output_of(name: str, *arguments: str, **environment: str) -> list[str]:
@@ -85,7 +85,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_the_page_names_every_example() -> None:
     files = {path.name for path in FOLDER.glob("*.py")}
     # tests/telemetry/test_otlp.py runs print_spans.py
-    assert files == {*OUTPUTS, *TEXTS, "tls_token.py", "print_spans.py"}
+    assert files == {*OUTPUTS, *TEXT_OUTPUTS, "tls_token.py", "print_spans.py"}
     assert set(re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (FOLDER / "README.md").read_text(), re.MULTILINE)) == files
 
 
@@ -94,18 +94,20 @@ def test_an_example_prints_what_it_should(address: str, name: str) -> None:
     assert output_of(name, address) == OUTPUTS[name]
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", TEXT_OUTPUTS)
 def test_an_example_with_text_prints_the_models_answer(address: str, name: str, tmp_path: Path) -> None:
     lines = output_of(name, address, XDG_CACHE_HOME=str(tmp_path))
-    assert len(lines) == len(TEXTS[name])
-    for pattern, line in zip(TEXTS[name], lines, strict=True):
+    assert len(lines) == len(TEXT_OUTPUTS[name])
+    for pattern, line in zip(TEXT_OUTPUTS[name], lines, strict=True):
         assert re.fullmatch(pattern, line), line
 
 
 def test_the_tls_example_is_admitted_as_its_tenant_only(tmp_path: Path) -> None:
     credential_files = CredentialFiles(tmp_path)
     settings = [
-        part for key, value in credential_files.tls.items() for part in ("--set", f"server.{key}={json.dumps(value)}")
+        argument
+        for key, value in credential_files.tls.items()
+        for argument in ("--set", f"server.{key}={json.dumps(value)}")
     ]
     with fake_service(*settings) as (_, tls_address):
         printed = output_of("tls_token.py", tls_address, str(credential_files.ca_file), RADIXKV_TOKEN=TOKENS["acme"])
@@ -128,39 +130,42 @@ def test_the_tls_example_names_missing_arguments(arguments: tuple[str, ...]) -> 
     assert "Traceback" not in done.stderr
 
 
-async def statuses_of(address: str) -> dict[str, grpc.StatusCode]:
-    """Make the call of each grpcurl command, with the message types that reflection describes."""
-    found = {}
+async def make_grpcurl_calls(address: str) -> dict[str, grpc.StatusCode]:
+    """Make the call of each grpcurl command with the message types that reflection describes; return the statuses."""
+    statuses = {}
     async with grpc.aio.insecure_channel(address) as channel:
         methods = {method.path: method for method in await described_methods(channel)}
-        for line in LINES:
-            program, *arguments = shlex.split(line)
-            data = arguments.pop(arguments.index("-d") + 1) if "-d" in arguments else "{}"
-            plain, *_, target, name = arguments
-            assert (program, plain, target) == ("grpcurl", "-plaintext", "127.0.0.1:50051")
+        for command in COMMANDS:
+            program, *arguments = shlex.split(command)
+            body = arguments.pop(arguments.index("-d") + 1) if "-d" in arguments else "{}"
+            security, *_, target, name = arguments
+            assert (program, security, target) == ("grpcurl", "-plaintext", "127.0.0.1:50051")
             if name == "list":
                 assert methods
                 continue
             method = methods[f"/{name}"]
-            request = json_format.Parse(data, method.request())
-            found[line] = await status_of_call(channel, method, request)
-    return found
+            request = json_format.Parse(body, method.request())
+            statuses[command] = await status_of_call(channel, method, request)
+    return statuses
 
 
 def test_the_call_of_each_grpcurl_command_is_answered(address: str) -> None:
-    statuses = asyncio.run(asyncio.wait_for(statuses_of(address), PATIENCE_S))
+    statuses = asyncio.run(asyncio.wait_for(make_grpcurl_calls(address), PATIENCE_S))
     assert set(statuses.values()) == {grpc.StatusCode.OK}, statuses
-    assert len(statuses) == len(LINES) - 1 == 10
+    assert len(statuses) == len(COMMANDS) - 1 == 10, "every command but `list` makes a call"
 
 
 @pytest.mark.skipif(shutil.which("grpcurl") is None, reason="grpcurl is not on PATH")
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line.rpartition("/")[2])
-def test_each_grpcurl_command_is_answered(address: str, line: str) -> None:
-    command = shlex.split(line.replace("127.0.0.1:50051", address))
-    is_endless = line.endswith("/Subscribe")
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.rpartition("/")[2])
+def test_each_grpcurl_command_is_answered(address: str, command: str) -> None:
+    program, *arguments = shlex.split(command.replace("127.0.0.1:50051", address))
+    is_endless = command.endswith("/Subscribe")
     deadline = ["-max-time", "3"] if is_endless else []
     done = subprocess.run(
-        [command[0], *deadline, *command[1:]], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        [program, *deadline, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
-    assert ("DeadlineExceeded" in done.stderr) if is_endless else (done.returncode == 0), done.stderr
+    if is_endless:
+        assert "DeadlineExceeded" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

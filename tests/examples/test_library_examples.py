@@ -40,18 +40,19 @@ def output_of(file: str, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def num_statements(file: str) -> int:
-    """Count the statements of a program without its imports."""
+def count_statements(file: str) -> int:
+    """Return the number of statements of a program, not counting imports."""
     tree = ast.parse((FOLDER / file).read_text(encoding="utf-8"))
     return sum(
         isinstance(node, ast.stmt) and not isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(tree)
     )
 
 
-def reused(line: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+) of (\d+) tokens reused", line)
-    assert found is not None
-    return int(found[1]), int(found[2])
+def parse_reuse(line: str) -> tuple[int, int]:
+    """Return the numbers of reused tokens and of all tokens in the last line that an example prints."""
+    match = re.fullmatch(r"(\d+) of (\d+) tokens reused", line)
+    assert match is not None, line
+    return int(match[1]), int(match[2])
 
 
 def test_the_page_names_every_example() -> None:
@@ -68,15 +69,16 @@ def test_an_example_prints_what_transformers_alone_prints(model: Path, name: str
     *theirs, their_reuse = output_of(f"{name}_in_transformers.py", str(model))
     assert ours == theirs
     assert len(ours) >= 3
-    (cached, total), (their_cached, their_total) = reused(our_reuse), reused(their_reuse)
+    (cached, total), (their_cached, their_total) = parse_reuse(our_reuse), parse_reuse(their_reuse)
     assert total == their_total
     assert cached >= their_cached > 0
 
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_runs_with_the_embedded_model_and_is_shorter_than_without_us(name: str) -> None:
-    assert reused(output_of(f"{name}.py")[-1])[0] > 0
+def test_an_example_runs_with_the_embedded_model_and_is_shorter_than_in_transformers(name: str) -> None:
+    num_reused, _ = parse_reuse(output_of(f"{name}.py")[-1])
+    assert num_reused > 0
     ours, theirs = f"{name}.py", f"{name}_in_transformers.py"
-    assert num_statements(ours) < num_statements(theirs)
+    assert count_statements(ours) < count_statements(theirs)
     assert len((FOLDER / ours).read_text().splitlines()) < 0.75 * len((FOLDER / theirs).read_text().splitlines())
