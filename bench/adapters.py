@@ -83,7 +83,7 @@ def _runner(rank: int) -> Runner:
         model.adapted.adapters.add(files)
     most = max(kind.num_requests * _blocks(kind) for kind in _KINDS)
     kernels = TorchKernels()
-    storage = KVStorage(most, _BLOCK_SIZE, model.kv_shape, model.device, is_by_layer=kernels.wants_pool_by_layer)
+    storage = KVStorage(most, _BLOCK_SIZE, model.kv_shape, model.device, is_by_layer=kernels.prefers_layer_major_pool)
     return Runner(model, storage, kernels)
 
 

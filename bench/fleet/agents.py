@@ -8,8 +8,8 @@ import random
 
 from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest
 
-_NUM_TOOLS = 2000
-_TURN_STOPS = 0.25
+_NUM_TOOL_SETS = 2000
+_END_PROBABILITY = 0.25  # that a session ends after a request
 _PAUSE_S = 300.0
 _DURATION_S = 3600.0  # sessions begin within this time, and later requests are left out
 
@@ -34,13 +34,13 @@ def agents_trace(num_requests: int = 24_000, *, seed: int = 0) -> list[TraceRequ
         Requests in the order of their times.
     """
     draw = random.Random(seed)
-    sizes = [draw.randint(2, 40) for _ in range(_NUM_TOOLS)]
-    weights = list(itertools.accumulate(1 / (rank + 1) for rank in range(_NUM_TOOLS)))
+    sizes = [draw.randint(2, 40) for _ in range(_NUM_TOOL_SETS)]
+    weights = list(itertools.accumulate(1 / (rank + 1) for rank in range(_NUM_TOOL_SETS)))
     next_id = sum(sizes)
-    firsts = [sum(sizes[:tool]) for tool in range(_NUM_TOOLS)]
+    firsts = [sum(sizes[:tool]) for tool in range(_NUM_TOOL_SETS)]
     due: list[tuple[float, int, list[int]]] = []
-    for session in range(round(num_requests * _TURN_STOPS)):
-        tool = draw.choices(range(_NUM_TOOLS), cum_weights=weights)[0]
+    for session in range(round(num_requests * _END_PROBABILITY)):
+        tool = draw.choices(range(_NUM_TOOL_SETS), cum_weights=weights)[0]
         ids = list(range(firsts[tool], firsts[tool] + sizes[tool]))
         heapq.heappush(due, (draw.random() * _DURATION_S, session, ids))
     requests: list[TraceRequest] = []
@@ -57,6 +57,6 @@ def agents_trace(num_requests: int = 24_000, *, seed: int = 0) -> list[TraceRequ
         requests.append(
             TraceRequest(1e3 * time_s, TOKENS_PER_ID * (len(ids) - 1) + last_tokens, draw.randint(20, 400), tuple(ids))
         )
-        if draw.random() >= _TURN_STOPS:
+        if draw.random() >= _END_PROBABILITY:
             heapq.heappush(due, (time_s + draw.expovariate(1 / _PAUSE_S), session, ids))
     return requests

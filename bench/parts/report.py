@@ -91,19 +91,19 @@ def build_comparison(with_cache: Pass, without_cache: Pass | None, min_compared:
     cached = {outcome.index: outcome for outcome in with_cache.outcomes}
     uncached = () if without_cache is None else without_cache.outcomes
     pairs = [(cached[outcome.index], outcome) for outcome in uncached if outcome.index in cached]
-    answered = [(a, b) for a, b in pairs if a.status == b.status == OK]
-    same_ttft_ms = ttft_ms([a for a, _ in answered])
+    answered = [(hit, miss) for hit, miss in pairs if hit.status == miss.status == OK]
+    cached_ttft_ms = ttft_ms([hit for hit, _ in answered])
     ratios = None
     if without_cache is not None and len(answered) >= min_compared:
         ratios = {
-            "ttft_p50": _ratio(ttft_ms([b for _, b in answered])["p50"], same_ttft_ms["p50"]),
+            "ttft_p50": _ratio(ttft_ms([miss for _, miss in answered])["p50"], cached_ttft_ms["p50"]),
             "prompt_tokens_per_s": _ratio(
                 summarize(with_cache)["prompt_tokens_per_s"], summarize(without_cache)["prompt_tokens_per_s"]
             ),
         }
-    different = sum(a.next_token_id != b.next_token_id for a, b in answered)
-    same_prefill_ms = distribution([a.prefill_us / 1e3 for a, _ in answered])
-    return PassComparison(len(answered), different, same_ttft_ms, same_prefill_ms, ratios)
+    different = sum(hit.next_token_id != miss.next_token_id for hit, miss in answered)
+    cached_prefill_ms = distribution([hit.prefill_us / 1e3 for hit, _ in answered])
+    return PassComparison(len(answered), different, cached_ttft_ms, cached_prefill_ms, ratios)
 
 
 def describe_served(report: Summary) -> str:
@@ -115,20 +115,20 @@ def format_table(report: Summary) -> str:
     """Format a report as a table."""
     without_cache: Summary | None = report["without_cache"]
     columns = [report] if without_cache is None else [report, without_cache]
-    ratios = report["speedup"] is not None
-    rows = [["", "with cache", "without cache", "ratio"][: len(columns) + 1 + ratios]]
+    has_ratios = report["speedup"] is not None
+    rows = [["", "with cache", "without cache", "ratio"][: 1 + len(columns) + int(has_ratios)]]
     # Ratios of times are over the requests that were answered in both passes.
     same: Summary = report | {
         "ttft_ms": report["baseline_sample"]["with_cache_ttft_ms"],
         "server_prefill_ms": report["baseline_sample"]["with_cache_server_prefill_ms"],
     }
-    for label, keys, shape, better in _ROWS:
-        values = [_at(column, keys) for column in columns]
-        cells = [label, *("-" if value is None else shape.format(value) for value in values)]
-        if ratios:
+    for label, path, number_format, better in _ROWS:
+        values = [_at(column, path) for column in columns]
+        cells = [label, *("-" if value is None else number_format.format(value) for value in values)]
+        if has_ratios:
             ratio = None
             if better == "less":
-                ratio = _ratio(values[1], _at(same, keys))
+                ratio = _ratio(values[1], _at(same, path))
             elif better == "more":
                 ratio = _ratio(values[0], values[1])
             cells.append(_format_ratio(ratio))
@@ -170,7 +170,8 @@ def describe_partial(report: Summary) -> str | None:
     why = report["interrupted_by"] or report["ended_by"]
     text = f"PARTIAL RESULT ({why}): {report['requests']:,} of {report['requests_planned']:,} requests with the cache"
     without_cache = report["without_cache"]
-    return f"{text}, {without_cache['requests'] if without_cache else 0:,} without it"
+    num_without_cache = without_cache["requests"] if without_cache else 0
+    return f"{text}, {num_without_cache:,} without it"
 
 
 def _heading(report: Summary) -> list[str]:

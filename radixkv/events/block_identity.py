@@ -48,8 +48,8 @@ class Identities:
         self.of = lru_cache(maxsize=_MAX_NAMESPACES)(self._of)
 
     def _of(self, namespace: Namespace) -> NamespaceIdentity:
-        # All fields but the model. A tree below a public prefix lacks the first tokens of prompts, so its hashes differ
-        # from those that a reader computes from a prompt.
+        # These are all fields but the model. A namespace with a public prefix is not matched by tokens: its tree lacks
+        # the first tokens of prompts, so its hashes differ from those that a reader computes from a prompt.
         if namespace[1:] == (self._tenant, "", "", ""):
             return NamespaceIdentity(_PLAIN_ROOT, "")
         digest = blake2b(key=self._key, digest_size=_SALT_BYTES + HASH_BYTES)
@@ -76,9 +76,9 @@ def hash_blocks(before: bytes, tokens: bytes, block_bytes: int) -> bytes:
     takes 0.6 of the time of slicing and converting each block.
 
     Example:
-        >>> hash_blocks(bytes(8), bytes(16), 8) == hash_blocks(hash_blocks(bytes(8), bytes(8), 8), bytes(8), 8)
-        False
-        >>> hash_blocks(bytes(8), bytes(16), 8)[8:] == hash_blocks(hash_blocks(bytes(8), bytes(8), 8), bytes(8), 8)
+        >>> root, block = bytes(8), bytes(8)  # a block of two tokens
+        >>> first_hash, both_hashes = hash_blocks(root, block, 8), hash_blocks(root, block + block, 8)
+        >>> both_hashes == first_hash + hash_blocks(first_hash, block, 8)
         True
     """
     full_block_tokens = tokens[: len(tokens) // block_bytes * block_bytes]

@@ -19,13 +19,16 @@ _GRAM_TOKENS = 8  # length of the windows of a span that are searched on the oth
 _MOVED_SHARE = 0.8  # minimum share of these windows that the other side has
 _MAX_MOVED_TOKENS = 16_384  # tokens of each side that are searched for moved parts
 _MAX_SHIFT_TOKENS = 16  # maximum difference in length if the same text is tokenized differently
-_MAX_ENDS = 64  # examined ends of spans in another order
-_REPLACED_FACTOR = 4  # a span is short if at least this many times its length is equal after it
+_MAX_ENDS = 64  # positions that are examined as ends of spans whose parts are in another order
+_REPLACED_FACTOR = 4  # a span is short if it is followed by equal tokens of at least this many times its length
 _MIN_SEARCHED_TOKENS = 5  # shorter spans may occur on the other side by chance
 _MAX_READ_TOKENS = 4096  # tokens of each side whose words are compared
-_MAX_RESPLIT_SHARE = 0.06  # maximum share of the tokens of both spans that only one span has
-_MIN_INSERTED_TOKENS = 16  # spans at least this long may have other tokens for the same text at their edges
-_NUM_EDGE_TOKENS = 2  # at both edges together
+# Two spans count as the same text, split into other tokens, if at most this share of their tokens is in only one span.
+_MAX_RESPLIT_SHARE = 0.06
+# Tokens at both edges of an inserted span of at least this length do not count, because a tokenizer may split the text
+# that both sides share into other tokens there.
+_MIN_INSERTED_TOKENS = 16
+_NUM_EDGE_TOKENS = 2
 _MIN_RETOKENIZED_CHARS = 8
 # Dates, times and ids are searched up to this distance from a difference. A regular expression that searched a whole
 # text would hold the GIL for too long.
@@ -53,8 +56,10 @@ _UNIX_TIME = r"(?<![\w.])1[5-9]\d{8}(?:\d{3})?(?:\.\d+)?(?!\w)"
 # A date or a time, which may be a part of a date with a time.
 _DATE_PART = "|".join((*DATES, *TIMES))
 _DATE_OR_TIME = re.compile(
-    rf"(?<![\w.])(?:{_WEEKDAY},? )?(?:{_DATE_PART})(?:(?:[T,]? ?(?:at )?(?:{_DATE_PART}))|(?: ?{_ZONE}))*"
-    rf"(?:,? \d{{4}})?(?:,? \(?{_WEEKDAY}\)?)?|{_UNIX_TIME}|{_WEEKDAY}"
+    rf"(?<![\w.])(?:{_WEEKDAY},? )?(?:{_DATE_PART})"  # such as "Mon, 2 March"
+    rf"(?:(?:[T,]? ?(?:at )?(?:{_DATE_PART}))|(?: ?{_ZONE}))*"  # such as " at 10:30 CET"
+    rf"(?:,? \d{{4}})?(?:,? \(?{_WEEKDAY}\)?)?"  # such as " 2026 (Mon)"
+    rf"|{_UNIX_TIME}|{_WEEKDAY}"
 )
 _UUID = re.compile(r"[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}")
 _WORD = re.compile(r"[A-Za-z0-9]+")
@@ -62,10 +67,10 @@ _ANY_WORD = re.compile(r"\w+")
 HEX = re.compile(r"[0-9a-f]+|[0-9A-F]+")
 _NUMBERED = re.compile(r"([A-Za-z]*)(\d+)([A-Za-z]*)")
 _SHORT_HEX = re.compile(r"[a-f]\d\d+")
-# Minimum length of an id: of one in hexadecimal digits if both sides have equally many, such as the build suffix in the
-# first line of the system prompts of a coding agent, and of any other id.
+# Minimum length of an id in hexadecimal digits if both sides have equally many digits, such as the build suffix in the
+# first line of the system prompts of a coding agent.
 _MIN_HEX_DIGITS = 3
-_MIN_ID_CHARS = 8
+_MIN_ID_CHARS = 8  # minimum length of any other id
 _MIN_DISTINCT_ID_CHARS = 5  # of an id of letters and digits
 
 
@@ -225,8 +230,10 @@ def date_around(text: str, start: int, end: int) -> str:
 def _are_numbers(first: str, second: str) -> bool:
     """Whether two words are numbers, perhaps with the same letters before or after them."""
     first_match, second_match = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(second)
-    if _SHORT_HEX.fullmatch(first) and len(first) == len(second) and sum(map(str.__ne__, first, second)) > 1:
-        return False  # such as the hexadecimal ids d87 and d68
+    if _SHORT_HEX.fullmatch(first) and len(first) == len(second):
+        num_differing_chars = sum(map(str.__ne__, first, second))
+        if num_differing_chars > 1:
+            return False  # such as the hexadecimal ids d87 and d68
     if first_match is None or second_match is None:
         return False
     return (first_match[1], first_match[3]) == (second_match[1], second_match[3])
@@ -271,8 +278,8 @@ def is_reordered(prompt: Tokens, branch: Tokens, place: Realignment) -> bool:
 def end_of_permutation(prompt: Tokens, branch: Tokens, place: Realignment) -> Realignment:
     """Return the end of spans that have the same tokens in another order; `place` if there is no such end.
 
-    The spans that `realign` returns may end before a part that both sides have, so a part that was moved would count as
-    another difference later. After all moved parts, both sides have the same length again.
+    The spans that `realign` returns may end within the reordered parts: a moved part after them would then count as a
+    second difference. After all moved parts, both sides have the same length again.
     """
     length = min(prompt.size, branch.size)
     starts = _run_starts(prompt[:length] == branch[:length])
@@ -294,8 +301,7 @@ def end_of_reordering(
     same tokens, in any order. A few tokens may differ, and one span may be slightly longer than the other, because the
     same text can be tokenized differently. Without such a position, `end_of_permutation` decides.
 
-    If a part was moved, the spans of `place` have different lengths. If a passage was replaced by another one, nothing
-    was moved, and `place` is returned.
+    A passage that was replaced by another one is no reordering: then `place` is returned.
 
     Args:
         prompt, branch: tokens from the difference on.
@@ -315,9 +321,9 @@ def end_of_reordering(
     if not ends:
         return place
 
-    # If fewer tokens are equal after an end than are before it, they may be equal by chance. Then a later end is better
-    # if a smaller share of the tokens before it is unshared.
-    end = min(ends)
+    # If no more tokens are equal after an end than the span before it has, they may be equal by chance. Then a later
+    # end is better if a smaller share of the tokens before it is unshared.
+    end = min(ends)  # the one with the fewest unshared tokens, and the shortest of these
     while (num_equal := num_equal_tokens(prompt[end.prompt_end :], branch[end.branch_end :])) <= end.prompt_end:
         later_ends = [
             each for each in ends if each.prompt_end > end.prompt_end and each.unshared_share < end.unshared_share
@@ -329,7 +335,8 @@ def end_of_reordering(
 
     # The reordering explains the differences if only few of the differing tokens are unshared.
     num_different = _num_different(prompt, branch, place, best)
-    if not has_unequal_spans or end.num_unshared <= num_different // 8 + min(num_different // 4, _GRAM_TOKENS):
+    max_unshared = num_different // 8 + min(num_different // 4, _GRAM_TOKENS)
+    if not has_unequal_spans or end.num_unshared <= max_unshared:
         return best
     is_too_long = max(end.prompt_end, end.branch_end) > _MAX_READ_TOKENS
     if text_of is None or end.num_unshared > num_different or is_too_long:
@@ -380,7 +387,7 @@ class _ReorderingEnd(NamedTuple):
 
 
 def _ends_of_reordering(prompt: Tokens, branch: Tokens) -> list[_ReorderingEnd]:
-    """Return the ends of spans that have almost the same tokens, for runs of equal tokens that begin there."""
+    """Return where runs of equal tokens begin, as far as both sides have almost the same tokens before them."""
     ends = []
     num_more_ends = _MAX_ENDS
     for shift in sorted(range(-_MAX_SHIFT_TOKENS, _MAX_SHIFT_TOKENS + 1), key=abs):
@@ -474,7 +481,9 @@ def _words(text: str, start: int, end: int) -> list[str]:
     while last < len(text) and _WORD.match(text[last]):
         last += 1
     words = _WORD.finditer(text, first, last)
-    return [each[0] for each in words if each.start() < end + is_empty and each.end() > start - is_empty]
+    if is_empty:
+        return [word[0] for word in words if word.start() <= end and word.end() >= start]
+    return [word[0] for word in words if word.start() < end and word.end() > start]
 
 
 def _num_equal(first: Iterable[str], second: Iterable[str]) -> int:

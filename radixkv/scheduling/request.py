@@ -129,7 +129,7 @@ class Request:
     """A request inside the engine. Owned by the engine's thread; only `future` is shared with the caller.
 
         tokens      [0 ............. prompt .............)[ generated ... )
-                                 ^ computed_upto: K/V exist before it      ^ num_tokens: their logits are needed next
+                                 ^ computed_upto: K/V exist before it      ^ num_tokens: the next token follows here
 
     Attributes:
         params: the prompt and its options.
@@ -159,7 +159,8 @@ class Request:
         has_computed: whether it has computed any token.
         computed_upto: tokens whose K/V exist, reused ones included.
         found_tokens: tokens whose K/V were cached at the last attempt to admit it; for a model with states including
-            those after the last snapshot. 0 if admission did not count them, because it could follow no request.
+            those after the last snapshot. 0 if no running request computed tokens that this one could wait for, because
+            the attempt then did not count cached tokens.
         written_tokens: tokens that it published.
         recomputed_tokens: tokens that were computed again after a preemption.
         is_revoked: whether its namespace was purged after it arrived; if so, it publishes nothing.
@@ -218,7 +219,10 @@ class Request:
         self.rank = self.times.received_s - self.params.urgency, arrival
 
     def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
-        """Whether its namespace has these names; None matches any name."""
+        """Whether it has this tenant, salt and adapter; None matches any name.
+
+        The adapter is the one that computes it, which an invoked adapter's namespace does not name.
+        """
         return self.namespace._replace(adapter=self.adapter).is_among(tenant, adapter, salt)
 
     def append(self, token_id: int) -> None:
@@ -254,7 +258,7 @@ class Request:
 
     @property
     def num_expected_tokens(self) -> int:
-        """Final length of its published lease, unless the generation stops early."""
+        """Number of its tokens that are published at its end, unless the generation stops early."""
         if self.generation is None or self.compression is not None:  # a compressed generation uses private blocks
             return self.num_prompt_tokens
         return self.num_prompt_tokens + self.generation.sampling.max_new_tokens

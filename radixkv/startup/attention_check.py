@@ -118,7 +118,7 @@ class _Trial:
             *size,
             dtype=use.shape.dtype,
             device=use.device,
-            is_by_layer=kernels.wants_pool_by_layer,
+            is_by_layer=kernels.prefers_layer_major_pool,
             is_latent=use.shape.is_latent,
         )
         self._pool.blocks.fill_(0xFF)  # NaN; in a pool of integers, the scales are NaN

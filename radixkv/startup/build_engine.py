@@ -127,7 +127,7 @@ def build_engine(
             config.cache.block_size,
             kv_shape,
             model.device,
-            is_by_layer=kernels.wants_pool_by_layer,
+            is_by_layer=kernels.prefers_layer_major_pool,
             groups=groups,
             num_parts=num_parts,
             num_dedicated_parts=num_dedicated_parts,

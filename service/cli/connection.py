@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from radixkv.config import ServerConfig
 from radixkv.errors import ConfigError
-from radixkv.service.cli.argument_types import name
+from radixkv.service.cli import argument_types
 from radixkv.service.cli.options import Option, add_options, flag
 
 if TYPE_CHECKING:  # importing this loads gRPC, which --help and argument errors do not need
@@ -17,9 +17,8 @@ if TYPE_CHECKING:  # importing this loads gRPC, which --help and argument errors
 
 TOKEN_VARIABLE = "RADIXKV_TOKEN"
 
-_ADDRESS = Option(
-    "--address", "HOST:PORT", name, "address of the service", f"{ServerConfig().host}:{ServerConfig().port}"
-)
+_DEFAULT_ADDRESS = f"{ServerConfig().host}:{ServerConfig().port}"
+_ADDRESS = Option("--address", "HOST:PORT", argument_types.name, "address of the service", _DEFAULT_ADDRESS)
 _OPTIONS = (
     Option("--retries", "N", int, "number of retries of a call that fails with UNAVAILABLE, 0 to 4", 0),
     Option("--tls-ca", "FILE", None, "PEM file with the CA certificates to verify the server with (default: no TLS)"),

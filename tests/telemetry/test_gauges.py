@@ -60,12 +60,12 @@ def engine(runner: GatedRunner, clock: FakeClock) -> Iterator[Engine]:
     engine.stop()
 
 
-def test_gauges_equal_the_values_of_stats(engine: Engine) -> None:
+def test_gauges_equal_the_load_of_the_engine(engine: Engine) -> None:
     for start in (0, 50, 100, 150):
         engine.prefill(PrefillParams(tokens(range(start, start + 40)), Caller(str(start)))).result(PATIENCE_S)
     engine.prefill(PrefillParams(tokens(range(150, 180)), Caller("150"), hold_lease=True)).result(PATIENCE_S)
     load = engine.load().result(PATIENCE_S)
-    # The four prompts need 40 of the pool's 32 blocks. The held lease pins 7 full blocks and takes one of its own.
+    # The four prompts need 40 blocks, 8 more than the pool has. The held lease pins 7 full blocks and owns another.
     assert (load.blocks.pinned, load.held_leases, load.evicted_blocks) == (7, 1, 8 + 1)
     assert load.evicted_probation_blocks == 9
     assert load.blocks.on_probation > 0
@@ -115,8 +115,8 @@ def test_events_and_subscribers_are_counted(engine: Engine, monkeypatch: pytest.
     source = FakeSource()
     monkeypatch.setattr(engine, "events", source)
     source.switch_on()
-    source.store(*range(8))
-    source.store(*range(12))
+    source.store(*range(8))  # two blocks of four tokens
+    source.store(*range(12))  # a third block after the same two
     source.evict(1)
     source.num_readers, source.num_lost = 5, 7
     values = {name: value for name, value in scrape(engine).items() if name.startswith("radixkv_event_")}

@@ -45,7 +45,7 @@ class FlashInferKernels:
 
     name = FLASHINFER
     is_exact = False
-    wants_pool_by_layer = False
+    prefers_layer_major_pool = False
 
     write_kv = staticmethod(TritonKernels.write_kv)
     copy_blocks = staticmethod(TritonKernels.copy_blocks)

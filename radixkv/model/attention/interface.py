@@ -104,7 +104,7 @@ class AttentionKernels(Protocol):
         ...
 
     @property
-    def wants_pool_by_layer(self) -> bool:
+    def prefers_layer_major_pool(self) -> bool:
         """Whether the kernels read a layer-major pool faster; otherwise the pool is block-major."""
         ...
 

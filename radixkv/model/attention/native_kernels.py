@@ -31,7 +31,7 @@ class NativeKernels:
     """
 
     name = NATIVE
-    wants_pool_by_layer = TorchKernels.wants_pool_by_layer
+    prefers_layer_major_pool = TorchKernels.prefers_layer_major_pool
     copy_blocks = staticmethod(TorchKernels.copy_blocks)
     hadamard_transform = staticmethod(TorchKernels.hadamard_transform)
 
@@ -81,7 +81,7 @@ class NativeKernels:
             num_kv_heads: KV heads of each layer.
             layers: indices of the layers in the pool.
             pool, batch, scoring: as for `paged_attention`.
-            largest: as for `write_kv`.
+            largest: updated with the maximum magnitudes of the new K and V, as by `reference.write_kv`.
         """
         has_same_heads = (pool.num_kv_heads, pool.head_dim) == (num_kv_heads, queries.head_dim) and not pool.is_latent
         if not has_same_heads or not supports(pool, queries.dtype):

@@ -24,7 +24,7 @@ class TorchKernels:
     """
 
     name = TORCH
-    wants_pool_by_layer = True  # adjacent blocks are read in place
+    prefers_layer_major_pool = True  # adjacent blocks are read in place
 
     write_kv = staticmethod(reference.write_kv)
     copy_blocks = staticmethod(reference.copy_blocks)

@@ -45,7 +45,7 @@ class TritonKernels:
         is_exact: whether tiles and splits are the same for every batch.
     """
 
-    wants_pool_by_layer = False  # a block is copied as one region
+    prefers_layer_major_pool = False  # a block is copied as one region
 
     write_kv = staticmethod(write_kv.write_kv)
     copy_blocks = staticmethod(copy_blocks.copy_blocks)

@@ -57,14 +57,15 @@ class MethodRule:
 
     Attributes:
         permission: the permission that the caller needs.
-        tenant_of: name of the field with the message that has the field `tenant`; empty if the request itself has it.
+        message_with_tenant: name of the request's field whose message has the field `tenant`; empty if the request
+            itself has it.
             Only used with `Permission.TENANT` and `Permission.READ`.
         is_logged: whether the log names the caller.
         has_tokens: whether the request carries prompt tokens that belong to no tenant.
     """
 
     permission: Permission
-    tenant_of: str = ""
+    message_with_tenant: str = ""
     is_logged: bool = False
     has_tokens: bool = False
 
@@ -116,7 +117,7 @@ class MethodRule:
             return gateway_tenant
         if self.permission not in (Permission.TENANT, Permission.READ):
             return None
-        message = getattr(request, self.tenant_of) if self.tenant_of else request
+        message = getattr(request, self.message_with_tenant) if self.message_with_tenant else request
         if caller is not None and caller.role is not Role.READER:  # readers may read every tenant
             own_tenant = caller.own_tenant
             if own_tenant is not None and not message.tenant:
@@ -152,7 +153,7 @@ _GATEWAY = MethodRule(Permission.GATEWAY)
 
 RULES: dict[str, MethodRule] = {
     "/radixkv.v1.PrefillService/Prefill": _TENANT,
-    "/radixkv.v1.PrefillService/Generate": MethodRule(Permission.TENANT, tenant_of="prefill"),
+    "/radixkv.v1.PrefillService/Generate": MethodRule(Permission.TENANT, message_with_tenant="prefill"),
     "/radixkv.v1.PrefillService/Probe": _TENANT,
     "/radixkv.v1.PrefillService/Release": _TENANT,
     "/radixkv.v1.PrefillService/Renew": _TENANT,
@@ -270,7 +271,8 @@ class Authorizer:
         Raises:
             InvalidCredential: the caller shows no valid credential.
             NotPermitted: the caller may not make the call, or not on this port.
-            SwitchedOff: the method has no rule, for example because a newer version of a dependency has added it.
+            SwitchedOff: this server does not implement the method, for example because a newer version of a dependency
+                has added it.
         """
         rule = RULES.get(method)
         if rule is None:

@@ -207,7 +207,7 @@ class Cases:
             adapters.max_bytes = sum(adapters._sizes.values()) - 1
         kv_shape = self.model.kv_shape.stored_as(kv_dtype)
         kernels = choose_attention_kernels(self.model, kv_shape, self.block_size, try_attention_here)
-        is_by_layer = kernels.wants_pool_by_layer and self.random.random() < 0.8
+        is_by_layer = kernels.prefers_layer_major_pool and self.random.random() < 0.8
         groups, num_parts = None, 0
         if is_divided:
             groups = LayerGroups.of(self.model.windows, self.model.max_tokens)

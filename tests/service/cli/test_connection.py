@@ -73,11 +73,11 @@ def test_a_call_that_is_not_answered_in_time_is_exit_code_1(capsys):
 
 
 def test_the_commands_of_a_client_work_where_the_engine_is_not_installed():
-    program = WITHOUT_ENGINE + "from radixkv.service.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    source = WITHOUT_ENGINE + "from radixkv.service.cli.main import main\nsys.exit(main(sys.argv[1:]))"
 
     def talk(address):
-        prefill = launch("-P", "-c", program, "prefill", "--address", address, "--text", "hi", "--bytes", "--json")
-        return prefill, launch("-P", "-c", program, "stats", "--address", address)
+        prefill = launch("-P", "-c", source, "prefill", "--address", address, "--text", "hi", "--bytes", "--json")
+        return prefill, launch("-P", "-c", source, "stats", "--address", address)
 
     for code, out, err in serve_and_call(FakeEngine(), talk):
         assert (code, err) == (0, "")

@@ -25,7 +25,7 @@ def call_at_once(function, tenant) -> Future:
 
 @pytest.fixture
 def cache(monkeypatch) -> PrefixCache:
-    """A cache of about a hundred segments. A call compares the segments at eight places."""
+    """A cache of about a hundred segments. A call compares at most eight of them."""
     for module in (segment_index, hottest_segments):
         monkeypatch.setattr(module, "MAX_COMPARED", MAX_COMPARED)
     rng = random.Random(1)
