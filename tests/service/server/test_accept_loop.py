@@ -12,7 +12,7 @@ import pytest
 from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2
 
-from bench.hostile.attacks.frames import END_HEADERS, END_STREAM, HEADERS, RawConnection, block, frame
+from bench.hostile.attacks.frames import END_HEADERS, END_STREAM, HEADERS, RawConnection, frame, header_block
 from radixkv.service.client import AsyncClient
 from radixkv.service.server import accept_loop
 from radixkv.service.server.accept_loop import add_handlers, make_server
@@ -34,7 +34,7 @@ async def echo(request: bytes, _: object) -> bytes:
 async def call_broken_path(address: str, path: str) -> None:
     """Call a method whose path has these bytes, and wait for an answer of any kind."""
     connection = await RawConnection.open(address)
-    header = block("~" * len(path)).replace(b"~" * len(path), path.encode("latin-1"))
+    header = header_block("~" * len(path)).replace(b"~" * len(path), path.encode("latin-1"))
     connection.write(frame(HEADERS, END_STREAM | END_HEADERS, 1, header))
     await asyncio.sleep(0.1)  # the bytes arrive before the connection ends
     connection.close()

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.hostile.attacks.frames import END_HEADERS, END_STREAM, HEADERS, RawConnection, block, frame
+from bench.hostile.attacks.frames import END_HEADERS, END_STREAM, HEADERS, RawConnection, frame, header_block
 from radixkv.service.server.server import SERVICES
 from radixkv.service.server.servicers.health import HealthListRequest, HealthListResponse, HealthServicer
 from radixkv.service.server.servicers.health_status import HealthStatus
@@ -103,7 +103,7 @@ def test_a_watcher_that_reads_nothing_keeps_no_server_from_draining() -> None:
         async with serving(FakeEngine()) as (server, address):
             deaf = await RawConnection.open(address)  # it gives no window to answers
             for number in range(1, 41, 2):
-                deaf.write(frame(HEADERS, END_HEADERS, number, block("/grpc.health.v1.Health/Watch")))
+                deaf.write(frame(HEADERS, END_HEADERS, number, header_block("/grpc.health.v1.Health/Watch")))
                 deaf.write(frame(0, END_STREAM, number, bytes(5)))
             async with grpc.aio.insecure_channel(address) as channel:
                 watch = health_pb2_grpc.HealthStub(channel).Watch(asking(""))
