@@ -19,7 +19,7 @@ from bench.hostile.attacks.frames import (
 )
 
 _CONNECTION_START = PREFACE + frame(SETTINGS, 0, 0, b"")
-_MESSAGE = b"\0\0\0\0\4\x0a\2\1\0"
+_MESSAGE = b"\0\0\0\0\6\x0a\4\1\0\0\0"  # of a Prefill with the token 1, not compressed, 6 bytes
 
 
 def _call(body: bytes = _MESSAGE, **headers: str) -> bytes:
