@@ -178,7 +178,7 @@ def _row(name: str, sets: Sequence[_SetResult]) -> dict[str, Any]:
 def _summary(set_ratios: npt.NDArray[np.float64]) -> dict[str, Any]:
     """Return the mean of the sets, its standard error if there are several, and whether it is surely within the bound.
 
-    The mean is surely within the bound if the mean plus two standard errors is; for a single set, this is not known.
+    The mean is surely within the bound if the mean plus two standard errors is. With a single set, it is never sure.
     """
     mean = float(set_ratios.mean())
     error = float(set_ratios.std(ddof=1)) / set_ratios.size**0.5 if set_ratios.size > 1 else None

@@ -21,7 +21,10 @@ _QUANTIZED_TOLERANCE = 0.1
 _SLOT_BYTES = torch.int64.itemsize
 
 WriteKV = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, KVPool, int], None]
+"""Writes keys and values into slots of a layer of a pool: `(keys, values, slots, pool, layer)`."""
+
 CopyBlocks = Callable[[KVPool, torch.Tensor, torch.Tensor], None]
+"""Copies blocks of a pool: `(pool, sources, targets)`."""
 
 
 class TokenWrites:

@@ -13,7 +13,7 @@ import torch
 Call = Callable[[], object]
 
 _MIN_SAMPLES, _MAX_SAMPLES = 10, 50
-_SAMPLING_S = 0.1
+_SAMPLING_S = 0.1  # device time of all samples together
 
 # While the host enqueues launches, the device waits, at most this long. The wait is given in cycles of a 2 GHz clock.
 _MAX_WAIT_S = 0.5

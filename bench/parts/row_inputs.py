@@ -17,6 +17,8 @@ from radixkv.kernels.norm_style import LLAMA, NormStyle
 _EPS = 1e-5
 
 AddRMSNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, NormStyle], tuple[torch.Tensor, torch.Tensor]]
+"""Adds a residual to rows: `(rows, residual, weight, eps, style)`. Returns the sums, and the normalized sums."""
+
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 SwiGLU = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

