@@ -25,7 +25,7 @@ from bench.parts.environment import describe_run
 from bench.parts.peers.comparison import Result, compare
 from bench.parts.peers.engines import ENGINES, Checkpoints, PeerSetting, build_worker
 from bench.parts.peers.environments import RECIPES, Environments, NotInstalled
-from bench.parts.peers.machine_limits import Machine, least_time, measure_machine
+from bench.parts.peers.machine_limits import Machine, measure_machine, min_time_s
 from bench.parts.peers.rows import PeerRow, PeerSample, build_rows
 from bench.parts.peers.table import format_table
 from bench.parts.peers.worker_process import WorkerFailed, WorkerProcess
@@ -71,7 +71,7 @@ class PeerComparison:
                     result = compare(name, row, setting, self._measure_starts(row, setting))
                 else:
                     samples = self._measure_row(name, row, workers)
-                    result = compare(name, row, setting, samples, least_time(row, machine))
+                    result = compare(name, row, setting, samples, min_time_s(row, machine))
                 self.rows.append(result)
                 ratio = "no ratio" if result["ratio"] is None else f"{result['ratio']:.2f} of {result['best_peer']}"
                 _say(f"{setting}: {row.title}: {ratio}, in {time.monotonic() - start_s:.0f} s")

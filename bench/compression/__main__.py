@@ -3,12 +3,13 @@
 python -m bench.compression --model MODEL --json bench/results/compression.json
 
 The prompt of each held-out text is computed as usual. Then the model reads the rest token by token, once over the whole
-K/V and once for each policy over the entries that it keeps, and the predictions are compared. Memory and quality depend
-only on model and texts; tokens per second also depend on the load of the machine.
+K/V and once for each policy over the entries that the policy keeps, and the predictions are compared. Memory and
+quality depend only on model and texts; tokens per second also depend on the load of the machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -63,8 +64,8 @@ def measure(
             yield row(policy, "true", budget, reader.read(Compression(policy, budget)))
         streaming = Compression(CompressionPolicy.STREAMING_LLM, budget)
         yield row(streaming.policy, "renumbered", budget, reader.read(streaming, is_renumbered=True))
-        alone = Compression(CompressionPolicy.STREAMING_LLM, budget, num_sinks=0)
-        yield row("window without sinks", "true", budget, reader.read(alone))
+        without_sinks = Compression(CompressionPolicy.STREAMING_LLM, budget, num_sinks=0)
+        yield row("window without sinks", "true", budget, reader.read(without_sinks))
 
 
 COMMAND = Command(
@@ -76,11 +77,10 @@ COMMAND = Command(
     sizes={"prompt_tokens": 1024, "new_tokens": 256, "budgets": (128, 256, 512)},
 )
 
+
+def _measure(path: str, options: argparse.Namespace) -> Iterator[Row]:
+    return measure(path, options.texts, options.prompt_tokens, options.new_tokens, options.budgets)
+
+
 if __name__ == "__main__":
-    sys.exit(
-        COMMAND.run(
-            lambda path, options: measure(
-                path, options.texts, options.prompt_tokens, options.new_tokens, options.budgets
-            )
-        )
-    )
+    sys.exit(COMMAND.run(_measure))

@@ -62,7 +62,7 @@ class TextReader:
         for index in range(len(texts)):
             for start in range(0, num_prompt_tokens, _CHUNK_TOKENS):
                 end = min(num_prompt_tokens, start + _CHUNK_TOKENS)
-                self._runner.run([self._prompt(index, start, end)])
+                self._runner.run([self._prompt_chunk(index, start, end)])
 
     def read(self, compression: Compression | None, *, is_renumbered: bool = False) -> ReadResult:
         """Read all texts to their ends, as one batch.
@@ -70,38 +70,46 @@ class TextReader:
         Args:
             compression: which entries are kept; None for all of them.
             is_renumbered: whether positions are counted among the kept entries, as in StreamingLLM. Only for
-                models with plain rotary positions, and for policies that drop the oldest.
+                models with plain rotary positions, and for policies that drop the oldest entries.
         """
         num_new_tokens = self._num_tokens - self._num_prompt_tokens
-        rule = rule_of(compression) if compression is not None else KeepRule(self._num_tokens, 0, 0, 0, False, False)
-        max_entries = (
-            rule.num_entries
-            if compression is None
-            else compression.max_entries(self._num_prompt_tokens, num_new_tokens + 1)
-        )
+        if compression is None:
+            max_entries = self._num_tokens
+            rule = KeepRule(
+                num_entries=max_entries,
+                num_sinks=0,
+                num_recent=0,
+                num_observed=0,
+                is_pooled=False,
+                drops_generated=False,
+            )
+        else:
+            max_entries = compression.max_entries(self._num_prompt_tokens, num_new_tokens + 1)
+            rule = rule_of(compression)
         num_blocks = -(-min(max_entries, self._num_tokens) // BLOCK_SIZE)
-        rows = []
+        logits_by_token = []
         start_s = time.perf_counter()
         readers = [
             _OneTextReader(
                 self._runner,
                 rule,
-                self._prompt(index, 0, self._num_prompt_tokens),
+                self._prompt_chunk(index, 0, self._num_prompt_tokens),
                 self._block_ids(len(self._texts) + index)[:num_blocks],
                 is_renumbered=is_renumbered,
             )
             for index in range(len(self._texts))
         ]
         for _ in range(num_new_tokens):
-            rows.append(self._runner.run([reader.next_chunk() for reader in readers]).logits.clone())
+            logits_by_token.append(self._runner.run([reader.next_chunk() for reader in readers]).logits.clone())
             for reader in readers:
-                reader.note()
-        return ReadResult(torch.stack(rows, dim=1), time.perf_counter() - start_s, num_blocks)
+                reader.record_computed()
+        return ReadResult(torch.stack(logits_by_token, dim=1), time.perf_counter() - start_s, num_blocks)
 
     def _block_ids(self, number: int) -> BlockIds:
+        """Return the blocks of a sequence. The prompts come first, then the private blocks of the readers."""
         return np.arange(number * self._num_blocks, (number + 1) * self._num_blocks, dtype=np.int32)
 
-    def _prompt(self, index: int, start: int, end: int) -> Chunk:
+    def _prompt_chunk(self, index: int, start: int, end: int) -> Chunk:
         return Chunk(self._texts[index], start, end, self._block_ids(index), None, wants_logits=False)
 
 
@@ -120,7 +128,7 @@ class _OneTextReader:
         self._num_dropped = prompt.end - self._kept.num_entries
         self._is_renumbered = is_renumbered
         if is_renumbered:
-            self._shift(-self._num_dropped)
+            self._shift_positions(-self._num_dropped)
 
     def next_chunk(self) -> Chunk:
         """Drop an entry if the kept ones fill the budget, and return the chunk of the next token."""
@@ -128,7 +136,7 @@ class _OneTextReader:
             self._kept.drop()
             self._num_dropped += 1
             if self._is_renumbered:
-                self._shift(-1)
+                self._shift_positions(-1)
         start, tokens, num_dropped = self._num_read, self._tokens, self._num_dropped
         if self._is_renumbered:
             start, tokens, num_dropped = start - num_dropped, tokens[num_dropped * TOKEN_BYTES :], 0
@@ -144,19 +152,19 @@ class _OneTextReader:
             watcher=watcher,
         )
 
-    def note(self) -> None:
-        """Record that the token was computed."""
+    def record_computed(self) -> None:
+        """Record that the token of the last chunk was computed."""
         self._kept.append(self._num_read)
         self._num_read += 1
 
-    def _shift(self, by: int) -> None:
+    def _shift_positions(self, by: int) -> None:
         """Rotate the keys of all entries except the sinks as if their positions were larger by `by`."""
         pool = self._runner.storage.pool
         frequencies = self._runner.model.module.model.rotary_emb.inv_freq
         angles = torch.cat((frequencies, frequencies)) * by
         block_ids = torch.from_numpy(self._block_ids).long()
-        places = torch.arange(self._rule.num_sinks, self._kept.num_entries)  # sinks are never moved
-        where = (block_ids[places // BLOCK_SIZE], slice(None), 0, slice(None), places % BLOCK_SIZE)
-        keys = pool.values[where]  # [num_places, num_layers, num_kv_heads, head_dim]
-        first, second = keys.chunk(2, dim=-1)
-        pool.values[where] = keys * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+        entries = torch.arange(self._rule.num_sinks, self._kept.num_entries)  # sinks are never moved
+        index = (block_ids[entries // BLOCK_SIZE], slice(None), 0, slice(None), entries % BLOCK_SIZE)
+        keys = pool.values[index]  # [num_entries, num_layers, num_kv_heads, head_dim]
+        first_half, second_half = keys.chunk(2, dim=-1)
+        pool.values[index] = keys * angles.cos() + torch.cat((-second_half, first_half), dim=-1) * angles.sin()

@@ -4,7 +4,7 @@
 
 Sends prompts of which nothing is cached, one after another, in three passes: without subscribers; with as many
 subscribers as the server accepts, half of them slow and half stalled; and with many more clients, most of which the
-server refuses; these retry.
+server refuses; the refused clients retry.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class EventMeasurement:
 
 
 @contextmanager
-def callers(address: str, count: int) -> Iterator[tuple[int, int]]:
-    """Run callers in another process. Yields how many were accepted, and how many refused."""
-    if count == 0:
+def run_callers(address: str, num_callers: int) -> Iterator[tuple[int, int]]:
+    """Run callers in another process. Yields how many the server accepted, and how many it refused."""
+    if num_callers == 0:
         yield 0, 0
         return
-    command = [sys.executable, "-m", "bench.events.callers", address, str(count)]
+    command = [sys.executable, "-m", "bench.events.callers", address, str(num_callers)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -70,10 +70,10 @@ def resident_mib(pid: int) -> float | None:
     return resident_bytes([pid]) / 2**20 or None
 
 
-def prefill_times_ms(client: Client, count: int, num_tokens: int, rng: random.Random) -> list[float]:
+def prefill_times_ms(client: Client, num_prompts: int, num_tokens: int, rng: random.Random) -> list[float]:
     """Prefill new prompts one after another. Returns the time of each."""
     times_ms = []
-    for _ in range(count):
+    for _ in range(num_prompts):
         prompt = rng.choices(range(VOCAB_SIZE), k=num_tokens)
         start_s = time.perf_counter()
         client.prefill(prompt)
@@ -88,11 +88,11 @@ def measure(options: argparse.Namespace) -> list[EventMeasurement]:
     passes = []
     with server as address, Client(address, timeout_s=_TIMEOUT_S) as client:
         prefill_times_ms(client, options.warm_up, options.tokens, rng)
-        for count in (0, options.readers, options.callers):
-            with callers(address, count) as (accepted, refused):
+        for num_callers in (0, options.readers, options.callers):
+            with run_callers(address, num_callers) as (accepted, refused):
                 times_ms = prefill_times_ms(client, options.requests, options.tokens, rng)
-                memory = resident_mib(server.pid or 0)
-                passes.append(EventMeasurement(count, accepted, refused, distribution(times_ms), memory))
+                server_mib = resident_mib(server.pid or 0)
+                passes.append(EventMeasurement(num_callers, accepted, refused, distribution(times_ms), server_mib))
     return passes
 
 
@@ -115,10 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     passes = measure(options)
     print("callers  accepted  refused  TTFT p50 ms  TTFT p99 ms  server MiB")
     for each in passes:
-        p50, p99, memory = (
-            value or float("nan") for value in (each.ttft_ms["p50"], each.ttft_ms["p99"], each.server_mib)
-        )
-        print(f"{each.callers:7} {each.accepted:9} {each.refused:8} {p50:12.1f} {p99:12.1f} {memory:11.0f}")
+        p50, p99 = each.ttft_ms["p50"] or float("nan"), each.ttft_ms["p99"] or float("nan")
+        server_mib = each.server_mib or float("nan")
+        print(f"{each.callers:7} {each.accepted:9} {each.refused:8} {p50:12.1f} {p99:12.1f} {server_mib:11.0f}")
     if options.json:
         result = {"requests": options.requests, "tokens": options.tokens, "passes": [asdict(each) for each in passes]}
         write_json(options.json, {**result, **describe_run("bench.events", arguments)})

@@ -38,13 +38,13 @@ class SubscribeCallers:
     def __init__(self, stubs: Sequence[Any], count: int) -> None:
         self.num_accepted = 0
         self.num_refused = 0
-        self._have_answers = asyncio.Event()
+        self._all_answered = asyncio.Event()
         self._count = count
         self._tasks = [asyncio.create_task(self._call(stubs[i % len(stubs)], i % 2 == 0)) for i in range(count)]
 
     async def wait_for_answers(self) -> None:
         """Wait until the first call of each caller was accepted or refused."""
-        await self._have_answers.wait()
+        await self._all_answered.wait()
 
     async def stop(self) -> None:
         """Cancel all calls."""
@@ -65,27 +65,27 @@ class SubscribeCallers:
                 is_first = False
                 self._count_answer(is_accepted)
             if is_accepted:
-                await _follow(call, reads)
+                await _read_slowly_or_never(call, reads)
             await asyncio.sleep(RETRY_S)
 
     def _count_answer(self, is_accepted: bool) -> None:
         self.num_accepted += is_accepted
         self.num_refused += not is_accepted
         if self.num_accepted + self.num_refused == self._count:
-            self._have_answers.set()
+            self._all_answered.set()
 
 
-async def _follow(
+async def _read_slowly_or_never(
     call: grpc.aio.UnaryStreamCall[events_pb2.SubscribeRequest, events_pb2.EventBatch], reads: bool
 ) -> None:
     """Read slowly until the stream ends, or keep the stream open and never read."""
     if not reads:
         await call.wait_for_connection()
-        await asyncio.Event().wait()
+        await asyncio.Event().wait()  # until the task is cancelled
     try:
         async for _ in call:
             await asyncio.sleep(READ_PERIOD_S)
-    except grpc.aio.AioRpcError:  # it fell behind
+    except grpc.aio.AioRpcError:  # the server ends a stream whose subscriber reads too slowly
         return
 
 

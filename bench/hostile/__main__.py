@@ -60,13 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(_HEADING)
     rows: list[dict[str, Any]] = []
     for name in options.attacks:
-        rows.append(_row(name, options))
+        rows.append(_measure_attack(name, options))
         if options.json:
             write_json(options.json, {"rows": rows, **parameters, **describe_run("bench.hostile", arguments)})
     return 1 if any(row["broken"] for row in rows) else 0
 
 
-def _row(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def _measure_attack(name: str, options: argparse.Namespace) -> dict[str, Any]:
     attack, seconds = ATTACKS[name], options.seconds
     http_port = free_port() if attack.is_http else None
     settings = [*attack.settings, *options.settings, *([f"server.http_port={http_port}"] if http_port else [])]
@@ -74,40 +74,41 @@ def _row(name: str, options: argparse.Namespace) -> dict[str, Any]:
     command += ["--step-ms", str(options.step_ms)]
     command += [word for setting in settings for word in ("--set", setting)]
     process = ServerProcess(command)
-    load = os.getloadavg()[0]
-    with process as address, ServerProcess(command) if options.apart else contextlib.nullcontext() as other:
+    load_before = os.getloadavg()[0]
+    with process as address, ServerProcess(command) if options.apart else contextlib.nullcontext() as second_address:
         assert process.pid is not None, "a server that listens has a process"
         http_address = f"127.0.0.1:{http_port}" if http_port else ""
-        attacked = None if other is None else Target(other, seconds)
+        second_target = None if second_address is None else Target(second_address, seconds)
         has_low_priority = not options.equal_priority
         trial = asyncio.run(
             measure(
                 name,
                 Target(address, seconds, http_address=http_address),
                 process.pid,
-                attacked,
+                second_target,
                 has_low_priority=has_low_priority,
             )
         )
     budget_mb = memory_budget_mb(Config.load(None, settings).server, attack.num_connections)
     broken = broken_bounds(trial, budget_mb)
-    _show(trial, broken)
-    return {**dataclasses.asdict(trial), "budget_mb": budget_mb, "broken": broken, "load_before": load}
+    _print_row(trial, broken)
+    return {**dataclasses.asdict(trial), "budget_mb": budget_mb, "broken": broken, "load_before": load_before}
 
 
-def _show(trial: Trial, broken: Sequence[str]) -> None:
+def _print_row(trial: Trial, broken: Sequence[str]) -> None:
     alone, attacked = trial.alone, trial.under_attack
     observed = {name: round(number, 1) for name, number in {**trial.prepared, **trial.observed}.items()}
     print(
-        f"{trial.attack:<15} {_number(alone.p50_ms):>9} {_number(alone.p99_ms):>7} {_number(attacked.p50_ms):>10} "
-        f"{_number(attacked.p99_ms):>8} {attacked.refusals:>4}/{attacked.calls:<4} {trial.idle_mb:8.0f} "
-        f"{trial.peak_mb:6.0f} {trial.after_mb:6.0f} {_number(trial.idle_after_s):>6}  "
+        f"{trial.attack:<15} {_format_number(alone.p50_ms):>9} {_format_number(alone.p99_ms):>7} "
+        f"{_format_number(attacked.p50_ms):>10} {_format_number(attacked.p99_ms):>8} "
+        f"{attacked.refusals:>4}/{attacked.calls:<4} {trial.idle_mb:8.0f} {trial.peak_mb:6.0f} "
+        f"{trial.after_mb:6.0f} {_format_number(trial.idle_after_s):>6}  "
         f"{', '.join(broken) or 'none'}; {observed}",
         flush=True,
     )
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 

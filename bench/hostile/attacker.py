@@ -33,7 +33,7 @@ class AttackerProcess:
     def __init__(self, name: str, target: Target, *, has_low_priority: bool) -> None:
         self._has_low_priority = has_low_priority
         self._arguments = [name, target.address, str(target.seconds), str(target.scale), target.http_address]
-        self._max_s = target.seconds + _ATTACK_TIMEOUT_S
+        self._attack_timeout_s = target.seconds + _ATTACK_TIMEOUT_S
         self._process: asyncio.subprocess.Process
 
     async def __aenter__(self) -> AttackerProcess:
@@ -57,16 +57,16 @@ class AttackerProcess:
 
     async def wait_until_prepared(self) -> Figures:
         """Wait until the attack is prepared. Returns what the attacker observed."""
-        return await self._line(_PREPARE_TIMEOUT_S)
+        return await self._read_figures(_PREPARE_TIMEOUT_S)
 
     async def attack(self) -> Figures:
         """Run the attack. Returns what the attacker observed."""
-        assert self._process.stdin is not None, "it was started with a pipe"
+        assert self._process.stdin is not None, "the process was started with a pipe"
         self._process.stdin.write(b"\n")
-        return await self._line(self._max_s)
+        return await self._read_figures(self._attack_timeout_s)
 
-    async def _line(self, timeout_s: float) -> Figures:
-        assert self._process.stdout is not None, "it was started with a pipe"
+    async def _read_figures(self, timeout_s: float) -> Figures:
+        assert self._process.stdout is not None, "the process was started with a pipe"
         async with asyncio.timeout(timeout_s):
             line = await self._process.stdout.readline()
         if not line:

@@ -27,14 +27,14 @@ from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess
 from radixkv.v1 import prefill_pb2
 
-_BURSTS = ("stalled", "unread", "cancels")
+_DEFAULT_ATTACKS = ("stalled", "unread", "cancels")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the attacks, each on a new server; print a line for each, and write JSON."""
     parser = argparse.ArgumentParser(description="Attack a gRPC server that does nothing but respond.")
-    on_grpc = [name for name, attack in ATTACKS.items() if not attack.is_http]
-    parser.add_argument("--attacks", nargs="+", choices=on_grpc, default=list(_BURSTS))
+    grpc_attacks = [name for name, attack in ATTACKS.items() if not attack.is_http]
+    parser.add_argument("--attacks", nargs="+", choices=grpc_attacks, default=list(_DEFAULT_ATTACKS))
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each attack; default 8")
     parser.add_argument(
         "--equal-priority", action="store_true", help="run attackers with the same priority as server and client"
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows = []
     for name in options.attacks:
-        rows.append(_row(name, options.seconds, has_low_priority=not options.equal_priority))
+        rows.append(_measure_and_print(name, options.seconds, has_low_priority=not options.equal_priority))
         if options.json:
             write_json(
                 options.json,
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
 
 
-def _row(name: str, seconds: float, *, has_low_priority: bool) -> dict[str, Any]:
+def _measure_and_print(name: str, seconds: float, *, has_low_priority: bool) -> dict[str, Any]:
     answer = prefill_pb2.PrefillResponse(next_token_id=1).SerializeToString().hex()
     process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "echo", answer])
     with process as address:

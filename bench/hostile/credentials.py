@@ -5,9 +5,9 @@ python -m bench.hostile.credentials [--rounds 12] [--calls 200] [--json FILE]
 Four servers of the same program, with a model that costs nothing, are called in turn, one call at a time:
 
     open          loopback, no TLS, no credentials
-    tls           TLS alone; the difference to `open` is the cost of encryption
-    token         TLS and a bearer token; the difference to `tls` is the cost of checking the token
-    certificate   mutual TLS; the difference to `tls` is the cost of checking the client's certificate
+    tls           TLS alone; the difference from `open` is the cost of encryption
+    token         TLS and a bearer token; the difference from `tls` is the cost of checking the token
+    certificate   mutual TLS; the difference from `tls` is the cost of checking the client's certificate
 
 Times of rounds are compared with those of `tls` in the same round. The exit status is 1 if authentication adds 100 us
 or more.
@@ -70,10 +70,11 @@ class ArmCredentials:
         ca.cert_pem.write_to_path(folder / "ca.pem")
         server.private_key_pem.write_to_path(folder / "server.key")
         server.cert_chain_pems[0].write_to_path(folder / "server.pem")
-        entry = '[[credentials]]\nname = "{0}"\ntenant = "{0}"\n{1} = "{2}"\n'
+        template = '[[credentials]]\nname = "{0}"\ntenant = "{0}"\n{1} = "{2}"\n'
         digest = hashlib.sha256(token.encode()).hexdigest()
         (folder / "tokens.toml").write_text(
-            entry.format("a", "token_sha256", digest) + entry.format("b", "certificate", _CALLER), encoding="utf-8"
+            template.format("a", "token_sha256", digest) + template.format("b", "certificate", _CALLER),
+            encoding="utf-8",
         )
         tls = [f"server.{key}={json.dumps(str(folder / name))}" for key, name in _TLS_FILES.items()]
         tokens = f"server.tokens_file={json.dumps(str(folder / 'tokens.toml'))}"
@@ -113,16 +114,18 @@ class Arm:
         self._metadata = metadata
         self._request = Requests(_NUM_TOKENS, seed=0).hit()
 
-    async def round(self, num_calls: int) -> CredentialRound:
+    async def measure_round(self, num_calls: int) -> CredentialRound:
         """Make calls, one after the other."""
-        took_s, cpu_s = [], self._process.cpu_s
+        call_times_s, cpu_before_s = [], self._process.cpu_s
         for _ in range(num_calls):
             start_s = time.perf_counter()
             await self._call(self._request, metadata=self._metadata, timeout=_TIMEOUT_S)
-            took_s.append(time.perf_counter() - start_s)
-        after_s = self._process.cpu_s
-        used_us = None if cpu_s is None or after_s is None else (after_s - cpu_s) / num_calls * 1e6
-        return CredentialRound(statistics.median(took_s) * 1e6, used_us)
+            call_times_s.append(time.perf_counter() - start_s)
+        cpu_after_s = self._process.cpu_s
+        used_us = (
+            None if cpu_before_s is None or cpu_after_s is None else (cpu_after_s - cpu_before_s) / num_calls * 1e6
+        )
+        return CredentialRound(statistics.median(call_times_s) * 1e6, used_us)
 
 
 async def measure(num_rounds: int, num_calls: int) -> list[dict[str, Any]]:
@@ -132,9 +135,10 @@ async def measure(num_rounds: int, num_calls: int) -> list[dict[str, Any]]:
         arm_credentials = ArmCredentials.create(Path(folder))
         async with AsyncExitStack() as channels:
             arms = {name: await _start_arm(name, arm_credentials, processes, channels) for name in ARMS}
-            for number in range(-1, num_rounds):  # the first one warms up
-                for name in (*ARMS[number % len(ARMS) :], *ARMS[: number % len(ARMS)]):
-                    measured = await arms[name].round(num_calls)
+            for number in range(-1, num_rounds):  # round -1 warms up
+                first = number % len(ARMS)
+                for name in (*ARMS[first:], *ARMS[:first]):
+                    measured = await arms[name].measure_round(num_calls)
                     if number >= 0:
                         rounds[name].append(measured)
     return list(_rows(rounds, num_calls))
@@ -151,11 +155,11 @@ async def _start_arm(name: str, arm_credentials: ArmCredentials, processes: Exit
         else grpc.aio.secure_channel(address, credentials, options=options)
     )
     if name in _REFUSALS:
-        await _check(name, address, arm_credentials)
+        await _check_refusal(name, address, arm_credentials)
     return Arm(process, await channels.enter_async_context(channel), arm_credentials.metadata[name])
 
 
-async def _check(name: str, address: str, arm_credentials: ArmCredentials) -> None:
+async def _check_refusal(name: str, address: str, arm_credentials: ArmCredentials) -> None:
     """Check that a server refuses callers without credentials, and for no other reason."""
     without_credentials = arm_credentials.credentials["tls"]
     assert without_credentials is not None, "the arm `tls` has credentials"

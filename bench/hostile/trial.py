@@ -75,15 +75,15 @@ class Trial:
 
 async def well_behaved_calls(target: Target, seconds: float, seed: int) -> Latencies:
     """Send a new prompt every 50 ms, for a tenant that no attacker uses, and measure the answers."""
-    loop, numbers = asyncio.get_running_loop(), np.random.default_rng(seed)
+    loop, rng = asyncio.get_running_loop(), np.random.default_rng(seed)
     took_ms: list[float] = []
     steps_ms: list[float] = []
     statuses: Counter[str] = Counter()
 
-    async def call(prompts: _Prompts) -> None:
+    async def call(sender: _PromptSender) -> None:
         start_s = loop.time()
         try:
-            step_ms = await prompts.send(numbers.integers(1, 200, _NUM_TOKENS))
+            step_ms = await sender.send(rng.integers(1, 200, _NUM_TOKENS))
         except grpc.aio.AioRpcError as error:
             statuses[f"{error.code().name}: {error.details()}"] += 1
             return
@@ -94,10 +94,10 @@ async def well_behaved_calls(target: Target, seconds: float, seed: int) -> Laten
         took_ms.append((loop.time() - start_s) * 1000)
         steps_ms.append(step_ms)
 
-    async with _prompts_of(target) as prompts:
+    async with _open_sender(target) as sender:
         calls = []
         for _ in range(max(1, round(seconds / _PERIOD_S))):
-            calls.append(asyncio.create_task(call(prompts)))
+            calls.append(asyncio.create_task(call(sender)))
             await asyncio.sleep(_PERIOD_S)
         await asyncio.gather(*calls)
     return Latencies(
@@ -110,7 +110,7 @@ async def well_behaved_calls(target: Target, seconds: float, seed: int) -> Laten
     )
 
 
-class _Prompts(Protocol):
+class _PromptSender(Protocol):
     """Sends prompts to a server."""
 
     async def send(self, token_ids: npt.NDArray[np.int64]) -> float:
@@ -119,19 +119,19 @@ class _Prompts(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def _prompts_of(target: Target) -> AsyncIterator[_Prompts]:
+async def _open_sender(target: Target) -> AsyncIterator[_PromptSender]:
     if target.http_address:
         timeout = aiohttp.ClientTimeout(_TIMEOUT_S)
         # Each prompt has a new connection, so that it is delayed if other clients occupy the port.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            yield _HttpPrompts(session, target.http_address)
+            yield _HttpPromptSender(session, target.http_address)
     else:
         async with AsyncClient(target.address) as client:
-            yield _GrpcPrompts(client)
+            yield _GrpcPromptSender(client)
 
 
-class _GrpcPrompts:
+class _GrpcPromptSender:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
 
@@ -140,7 +140,7 @@ class _GrpcPrompts:
         return float(answer.timing.prefill_us / 1000)
 
 
-class _HttpPrompts:
+class _HttpPromptSender:
     def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
         self._session = session
         self._url = f"http://{address}/v1/completions"
@@ -174,16 +174,16 @@ async def measure(
     alone = await calls_alone(target)
     idle_mb = resident_mb(pid)
     async with (
-        Peak(pid) as peak,
+        PeakMemory(pid) as peak,
         AttackerProcess(name, attacked or target, has_low_priority=has_low_priority) as attacker,
     ):
         prepared = await attacker.wait_until_prepared()
         under_attack, observed = await asyncio.gather(well_behaved_calls(target, target.seconds, 2), attacker.attack())
-        idle_after_s = await _seconds_to_idle(target.address)
+        idle_after_s = await _wait_until_idle(target.address)
     return Trial(name, prepared, observed, alone, under_attack, idle_mb, peak.max_mb, resident_mb(pid), idle_after_s)
 
 
-class Peak:
+class PeakMemory:
     """Samples the resident memory of a process every 50 ms while the context is open.
 
     Attributes:
@@ -193,18 +193,18 @@ class Peak:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self.max_mb = 0.0
-        self._watching: asyncio.Task[None]
+        self._watch_task: asyncio.Task[None]
 
-    async def __aenter__(self) -> Peak:
+    async def __aenter__(self) -> PeakMemory:
         """Begin to sample."""
-        self._watching = asyncio.create_task(self._watch())
+        self._watch_task = asyncio.create_task(self._sample())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._watching.cancel()
-        await asyncio.gather(self._watching, return_exceptions=True)
+        self._watch_task.cancel()
+        await asyncio.gather(self._watch_task, return_exceptions=True)
 
-    async def _watch(self) -> None:
+    async def _sample(self) -> None:
         while True:
             self.max_mb = max(self.max_mb, resident_mb(self._pid))
             await asyncio.sleep(_PERIOD_S)
@@ -215,7 +215,8 @@ def resident_mb(pid: int) -> float:
     return resident_bytes([pid]) / 1e6
 
 
-async def _seconds_to_idle(address: str) -> float | None:
+async def _wait_until_idle(address: str) -> float | None:
+    """Wait until the server is idle. Returns the seconds that it took; None if it took longer than the time limit."""
     loop = asyncio.get_running_loop()
     start_s = loop.time()
     async with AsyncClient(address) as client:

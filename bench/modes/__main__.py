@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import statistics
 import sys
 import tempfile
@@ -56,13 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
-    minimum = next(number for number in itertools.count(1) if all(each.has_room for each in _kinds(options, number)))
-    if options.documents < minimum:
-        why = "so that each pool can hold a request"
-        parser.error(f"--documents: expected at least {minimum}, {why}, got {options.documents}")
+    min_documents = 1
+    while not all(each.pool_holds_request for each in _selected_traffics(options, min_documents)):
+        min_documents += 1
+    if options.documents < min_documents:
+        parser.error(
+            f"--documents: expected at least {min_documents}, so that each pool can hold a request, "
+            f"got {options.documents}"
+        )
     rows = [
         row
-        for traffic in _kinds(options, options.documents)
+        for traffic in _selected_traffics(options, options.documents)
         for row in _measure(traffic, options.device, options.seed, options.redis, options.mooncake)
     ]
     if options.json is not None:
@@ -72,10 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row["different_answers"] for row in rows))
 
 
-def _kinds(options: argparse.Namespace, documents: int) -> list[ModeTraffic]:
+def _selected_traffics(options: argparse.Namespace, documents: int) -> list[ModeTraffic]:
     lengths = (options.document_tokens, options.question_tokens, options.new_tokens)
-    kinds = traffics(documents, options.rounds, *lengths)
-    return [each for each in kinds if each.name in (options.traffic or TRAFFICS)]
+    all_traffics = traffics(documents, options.rounds, *lengths)
+    return [each for each in all_traffics if each.name in (options.traffic or TRAFFICS)]
 
 
 def _measure(
@@ -97,8 +100,9 @@ def _measure(
         ]
         rows = []
         for index, (mode, engine) in enumerate(engines):
-            mine = [each[index] for each in answers]
-            rows.append(_row(traffic, mode, mine, [each[0] for each in answers], memory_bytes(engine)))
+            mode_answers = [each[index] for each in answers]
+            reference_answers = [each[0] for each in answers]
+            rows.append(_row(traffic, mode, mode_answers, reference_answers, memory_bytes(engine)))
             print(_format_row(rows[-1]), flush=True)
     return rows
 
@@ -115,7 +119,11 @@ def _engines(modes: Sequence[Mode], traffic: ModeTraffic, device: str) -> Iterat
 
 
 def _row(
-    traffic: ModeTraffic, mode: Mode, answers: Sequence[ModeAnswer], first: Sequence[ModeAnswer], num_bytes: int
+    traffic: ModeTraffic,
+    mode: Mode,
+    answers: Sequence[ModeAnswer],
+    reference_answers: Sequence[ModeAnswer],
+    num_bytes: int,
 ) -> dict[str, Any]:
     num_tokens = len(answers) * (traffic.document_tokens + traffic.question_tokens)
     later = answers[-traffic.documents :]
@@ -131,7 +139,7 @@ def _row(
         "later_ttft_ms": 1e3 * statistics.median(each.ttft_s for each in later),
         "later_ttft_quartiles_ms": _quartiles_ms(later),
         "different_answers": sum(
-            ours.token_ids != theirs.token_ids for ours, theirs in zip(answers, first, strict=True)
+            ours.token_ids != theirs.token_ids for ours, theirs in zip(answers, reference_answers, strict=True)
         ),
     }
 
@@ -143,8 +151,8 @@ def _quartiles_ms(answers: Sequence[ModeAnswer]) -> list[float]:
 
 
 def _format_row(row: dict[str, Any]) -> str:
-    spreads = (row["ttft_quartiles_ms"], row["later_ttft_quartiles_ms"])
-    of_all, of_last = (f"{low:.1f} to {high:.1f}" for low, high in spreads)
+    quartiles_ms = (row["ttft_quartiles_ms"], row["later_ttft_quartiles_ms"])
+    of_all, of_last = (f"{low:.1f} to {high:.1f}" for low, high in quartiles_ms)
     wrong = f"   {row['different_answers']} answers differ" if row["different_answers"] else ""
     return (
         f"{row['mode']:26} {row['ttft_ms']:8.1f} ms {of_all:>15} {row['later_ttft_ms']:8.1f} ms {of_last:>15} "

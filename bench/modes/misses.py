@@ -9,9 +9,9 @@ the previous one are idle; CPU time is counted until then.
 
 Each time is divided by the geometric mean of the two engines without a store for the same prompt, and the middle half
 of these ratios is averaged. The placement of an engine's memory makes it a few percent faster or slower until it is
-stopped, so engines are started several times, in random order; the standard error is that between these sets. For the
-second engine without a store, the ratio to the first is shown: its distance from 1 is the measurement error. The exit
-status is 1 if answers differ.
+stopped, so engines are started several times, in random order; the standard error is that of the mean over these sets.
+For the second engine without a store, the ratio to the first is shown: its distance from 1 is the measurement error.
+The exit status is 1 if answers differ.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _WITHOUT, _AGAIN = "no store", "no store again"
 _STORES = ("host", "disk", "host and disk")
 _POOL_PROMPTS = 4
 _STORED_PROMPTS = 8  # a store has the size of the K/V of this many prompts; blocks have headers, so fewer prompts fit
-_ALIKE_TOKENS = 4  # two prompts may begin with the same token by chance
+_MAX_CACHED_TOKENS = 4  # a few, since two prompts may begin with the same tokens by chance
 _TIMEOUT_S = 600.0
-_MAX_RATIO = 1.02  # maximum ratio for a miss
+_MAX_RATIO = 1.02  # the bound of the time of a miss, relative to engines without a store
 _HEADER = f"{'':16} {'TTFT p50':>11} {'of no store':>12} {'std. error':>11} {'processor time':>15} {'std. error':>11}"
 
 
-class _Set(NamedTuple):
+class _SetResult(NamedTuple):
     """Results of engines that were started once: times of each prompt, saved blocks by tier, and differing answers."""
 
     times: Mapping[str, Sequence[PromptTimes]]
@@ -59,9 +59,9 @@ class _Set(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all engines. Returns 1 if answers differ."""
     args = _parser().parse_args(arguments)
-    draw = np.random.default_rng(args.seed)
+    rng = np.random.default_rng(args.seed)
     names = [_WITHOUT, _AGAIN, *(args.stores or _STORES)]
-    sets = [_measure_set(names, args.prompt_tokens, args.requests, args.disk, draw) for _ in range(args.sets)]
+    sets = [_measure_set(names, args.prompt_tokens, args.requests, args.disk, rng) for _ in range(args.sets)]
     num_different = sum(each.num_different for each in sets)
     rows = [_row(name, sets) for name in names]
     print("\n".join([_HEADER, *map(_format_row, rows), f"{num_different} answers differ"]))
@@ -78,22 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_set(
-    names: Sequence[str], prompt_tokens: int, num_requests: int, disk: Path | None, draw: np.random.Generator
-) -> _Set:
+    names: Sequence[str], prompt_tokens: int, num_requests: int, disk: Path | None, rng: np.random.Generator
+) -> _SetResult:
     """Start engines in random order, fill their pools and stores, and send them prompts."""
     with tempfile.TemporaryDirectory(dir=disk) as folder, contextlib.ExitStack() as stack:
-        engines = _engines(stack, Path(folder), prompt_tokens, draw.permutation(names).tolist())
+        engines = _start_engines(stack, Path(folder), prompt_tokens, rng.permutation(names).tolist())
         vocab_size = engines[_WITHOUT].limits.vocab_size
         times: dict[str, list[PromptTimes]] = {name: [] for name in names}
         num_different = 0
         for number in range(-_POOL_PROMPTS - _STORED_PROMPTS, num_requests):
-            prompt = draw.integers(0, vocab_size, prompt_tokens).astype("<u4").tobytes()
-            answers = {name: _ask(engines[name], prompt) for name in draw.permutation(names).tolist()}
+            prompt = rng.integers(0, vocab_size, prompt_tokens).astype("<u4").tobytes()
+            answers = {name: _ask(engines[name], prompt) for name in rng.permutation(names).tolist()}
             num_different += len({token_id for token_id, _ in answers.values()}) > 1
             if number >= 0:
-                for name, (_, seconds) in answers.items():
-                    times[name].append(seconds)
-        return _Set(times, {name: _num_saved(engine) for name, engine in engines.items()}, num_different)
+                for name, (_, prompt_times) in answers.items():
+                    times[name].append(prompt_times)
+        return _SetResult(times, {name: _saved_blocks(engine) for name, engine in engines.items()}, num_different)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,7 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _engines(stack: contextlib.ExitStack, folder: Path, prompt_tokens: int, names: Sequence[str]) -> dict[str, Engine]:
+def _start_engines(
+    stack: contextlib.ExitStack, folder: Path, prompt_tokens: int, names: Sequence[str]
+) -> dict[str, Engine]:
     """Start engines, in this order."""
     pool = ["model.device=cpu", f"cache.capacity_tokens={_POOL_PROMPTS * prompt_tokens}"]
     num_blocks = _STORED_PROMPTS * prompt_tokens // Config.load(None, pool).cache.block_size
@@ -147,19 +149,19 @@ def _ask(engine: Engine, prompt: bytes) -> tuple[int, PromptTimes]:
     answer = engine.prefill(PrefillParams(prompt)).result(_TIMEOUT_S)
     wall_s = time.perf_counter() - start_s
     engine.purge(tenant="unknown").result(_TIMEOUT_S)  # completes after all earlier operations of the stores
-    seconds = PromptTimes(wall_s, time.process_time() - processor_s)
-    if answer.usage.cached_tokens > _ALIKE_TOKENS:
+    times = PromptTimes(wall_s, time.process_time() - processor_s)
+    if answer.usage.cached_tokens > _MAX_CACHED_TOKENS:
         raise RuntimeError(
             f"engine: expected a prompt that is not cached, got {answer.usage.cached_tokens} cached tokens"
         )
-    return answer.next_token_id, seconds
+    return answer.next_token_id, times
 
 
-def _num_saved(engine: Engine) -> dict[str, int]:
+def _saved_blocks(engine: Engine) -> dict[str, int]:
     return {} if engine.offload is None else {each.tier: each.saved_blocks for each in engine.offload.stats()}
 
 
-def _row(name: str, sets: Sequence[_Set]) -> dict[str, Any]:
+def _row(name: str, sets: Sequence[_SetResult]) -> dict[str, Any]:
     ratios = np.array([middle_ratios(name, each.times, (_WITHOUT, _AGAIN)) for each in sets])  # [num_sets, 2]
     saved = Counter[str]()
     for each in sets:
@@ -167,21 +169,21 @@ def _row(name: str, sets: Sequence[_Set]) -> dict[str, Any]:
     return {
         "stores": name,
         "saved_blocks": dict(saved),
-        "ttft_ms": 1e3 * float(np.median([seconds.wall_s for each in sets for seconds in each.times[name]])),
+        "ttft_ms": 1e3 * float(np.median([times.wall_s for each in sets for times in each.times[name]])),
         "ttft_ratio": _summary(ratios[:, 0]),
         "processor_ratio": _summary(ratios[:, 1]),
     }
 
 
-def _summary(of_sets: npt.NDArray[np.float64]) -> dict[str, Any]:
+def _summary(set_ratios: npt.NDArray[np.float64]) -> dict[str, Any]:
     """Return the mean of the sets, its standard error if there are several, and whether it is surely within the bound.
 
-    It is if the mean and two standard errors are within the bound, and never for a single set.
+    The mean is surely within the bound if the mean plus two standard errors is. With a single set, it is never sure.
     """
-    mean = float(of_sets.mean())
-    error = float(of_sets.std(ddof=1)) / of_sets.size**0.5 if of_sets.size > 1 else None
+    mean = float(set_ratios.mean())
+    error = float(set_ratios.std(ddof=1)) / set_ratios.size**0.5 if set_ratios.size > 1 else None
     is_surely_within = error is not None and mean + 2 * error <= _MAX_RATIO
-    return {"mean": mean, "standard_error": error, "is_surely_within": is_surely_within, "sets": of_sets.tolist()}
+    return {"mean": mean, "standard_error": error, "is_surely_within": is_surely_within, "sets": set_ratios.tolist()}
 
 
 def _format_row(row: dict[str, Any]) -> str:

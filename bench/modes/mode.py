@@ -97,8 +97,8 @@ def memory_bytes(engine: Engine) -> int:
     """Return the bytes of K and V that an engine keeps on the device, and in the tiers that report their size."""
     stats = engine.stats().result(_TIMEOUT_S)
     blocks = stats.load.blocks
-    below = () if engine.offload is None else engine.offload.stats()
-    return (blocks.total - blocks.free) * stats.block_bytes + sum(each.used_bytes or 0 for each in below)
+    tiers = () if engine.offload is None else engine.offload.stats()
+    return (blocks.total - blocks.free) * stats.block_bytes + sum(each.used_bytes or 0 for each in tiers)
 
 
 def close(engine: Engine) -> None:
@@ -131,10 +131,10 @@ def _run_generation(engine: Engine, params: PrefillParams, new_tokens: int) -> M
     start_s = time.perf_counter()
     times_s: list[float] = []
 
-    def note(_: GeneratedTokens) -> None:
+    def record_time(_: GeneratedTokens) -> None:
         times_s.append(time.perf_counter() - start_s)
 
     sampling = Sampling(new_tokens, ignore_eos=True)
-    result = engine.generate(params, sampling, note).result(_TIMEOUT_S)
+    result = engine.generate(params, sampling, record_time).result(_TIMEOUT_S)
     total_s = time.perf_counter() - start_s
     return ModeAnswer(result.token_ids, times_s[0] if times_s else total_s, total_s, result.usage.cached_tokens)

@@ -26,12 +26,14 @@ def draw_modes(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         figure.subplots_adjust(left=0.17, right=0.97, top=0.84, bottom=0.13, wspace=0.12)
         figure.text(0.02, 0.94, "Median time to first token, and K/V in memory at the end", fontsize=14, weight="bold")
         for panel, name in zip(panels[0], names, strict=True):
-            mine = [row for row in rows if row["traffic"] == name]
-            bars = panel.barh([row["mode"] for row in mine], [row["ttft_ms"] for row in mine], color=_COLORS)
-            labels = [f"{row['ttft_ms']:,.0f} ms, {row['memory_mb']:,.0f} MB" for row in mine]
+            traffic_rows = [row for row in rows if row["traffic"] == name]
+            bars = panel.barh(
+                [row["mode"] for row in traffic_rows], [row["ttft_ms"] for row in traffic_rows], color=_COLORS
+            )
+            labels = [f"{row['ttft_ms']:,.0f} ms, {row['memory_mb']:,.0f} MB" for row in traffic_rows]
             panel.bar_label(bars, labels, padding=4, fontsize=8.5, color=QUIET)
             panel.set_title(name, fontsize=11)
-            panel.set_xlim(0, 1.45 * max(row["ttft_ms"] for row in mine))
+            panel.set_xlim(0, 1.45 * max(row["ttft_ms"] for row in traffic_rows))
             panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f} ms"))
             panel.grid(axis="x")
         panels[0][0].invert_yaxis()

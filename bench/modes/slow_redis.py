@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-_PATIENCE_S = 30.0
-_HELLO = b"%1\r\n$5\r\nproto\r\n:3\r\n"
-_NIL_2, _NIL_3 = b"$-1\r\n", b"_\r\n"
-_OTHERS = b"+OK\r\n"
+_TIMEOUT_S = 30.0
+_HELLO_ANSWER = b"%1\r\n$5\r\nproto\r\n:3\r\n"
+_RESP2_NIL, _RESP3_NIL = b"$-1\r\n", b"_\r\n"
+_DEFAULT_ANSWER = b"+OK\r\n"
+# Answers by command: a function of the words of the command, and of the nil of the protocol's version.
 _ANSWERS: dict[bytes, Callable[[Sequence[bytes], bytes], bytes]] = {
-    b"HELLO": lambda _, __: _HELLO,
+    b"HELLO": lambda _, __: _HELLO_ANSWER,
     b"GET": lambda _, nil: nil,
     b"MGET": lambda words, nil: b"*%d\r\n" % (len(words) - 1) + nil * (len(words) - 1),
     b"GETRANGE": lambda _, __: b"$0\r\n\r\n",
@@ -52,30 +53,30 @@ class SlowRedis:
         """Start to listen, on a port that the system picks."""
         self._thread.start()
         start = asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result(_PATIENCE_S)
+        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result(_TIMEOUT_S)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Close all connections, and end the thread."""
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_PATIENCE_S)
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_PATIENCE_S)
+        self._thread.join(_TIMEOUT_S)
         self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
-        nil = _NIL_2
+        nil = _RESP2_NIL
         try:
             while True:
-                words = await _command(reader)
+                words = await _read_command(reader)
                 self.num_commands += 1
                 name = words[0].upper()
-                if name == b"HELLO":
-                    nil = _NIL_3
+                if name == b"HELLO":  # the client switches to version 3 of the protocol
+                    nil = _RESP3_NIL
                 if self._delay_s is not None:
-                    answer = _ANSWERS[name](words, nil) if name in _ANSWERS else _OTHERS
+                    answer = _ANSWERS[name](words, nil) if name in _ANSWERS else _DEFAULT_ANSWER
                     self._loop.call_later(self._delay_s, _send, writer, answer)
         except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             pass  # the client has disconnected, or the server is shutting down
@@ -91,7 +92,7 @@ class SlowRedis:
         await asyncio.gather(*connections, return_exceptions=True)
 
 
-async def _command(reader: asyncio.StreamReader) -> list[bytes]:
+async def _read_command(reader: asyncio.StreamReader) -> list[bytes]:
     """Read a command: an array of strings."""
     words = []
     for _ in range(int((await reader.readuntil(b"\r\n"))[1:])):

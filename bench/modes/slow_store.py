@@ -32,7 +32,7 @@ from radixkv.engine.engine import Engine
 from radixkv.startup.build_engine import build_engine
 
 _WITHOUT = "no store"
-_MAX_RATIO, _LIMIT_S = 1.1, 0.5  # the limit is that of `GuardedStore`
+_MAX_RATIO, _STORE_TIMEOUT_S = 1.1, 0.5  # the timeout is that of `GuardedStore`
 _POOL_PROMPTS = 16
 _TIMEOUT_S = 600.0
 _HEADER = f"{'':24} {'p50':>10} {'p99':>10} {'max':>10} {'p99, of no store':>17} {'bound of p99':>13}"
@@ -41,12 +41,12 @@ _HEADER = f"{'':24} {'p50':>10} {'p99':>10} {'max':>10} {'p99, of no store':>17}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure three engines. Returns 1 if answers differ or a percentile is beyond its bound."""
     args = _parser().parse_args(arguments)
-    draw = np.random.default_rng(args.seed)
+    rng = np.random.default_rng(args.seed)
     with contextlib.ExitStack() as stack:
-        engines = _engines(stack, args.delay_s, args.prompt_tokens)
+        engines = _start_engines(stack, args.delay_s, args.prompt_tokens)
         vocab_size = engines[_WITHOUT].limits.vocab_size
         prompts = [
-            draw.integers(0, vocab_size, args.prompt_tokens).astype("<u4").tobytes() for _ in range(args.requests)
+            rng.integers(0, vocab_size, args.prompt_tokens).astype("<u4").tobytes() for _ in range(args.requests)
         ]
         times_s, num_different = _measure_times(engines, prompts, args.at_once)
         tiers = {name: engine.offload.stats()[0] for name, engine in engines.items() if engine.offload is not None}
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _engines(stack: contextlib.ExitStack, delay_s: float, prompt_tokens: int) -> dict[str, Engine]:
+def _start_engines(stack: contextlib.ExitStack, delay_s: float, prompt_tokens: int) -> dict[str, Engine]:
     """Start the engines and their stores, and warm each up with a prompt that its store does not see."""
     stores: dict[str, float | None] = {f"responds after {delay_s:g} s": delay_s, "never responds": None}
     urls = {name: stack.enter_context(SlowRedis(each)).url for name, each in stores.items()}
@@ -107,8 +107,8 @@ def _measure_times(
     num_different = 0
     for number, group in enumerate(_groups(prompts, at_once)):
         token_ids = []
-        turn = number % len(engines)
-        names = [*list(engines)[turn:], *list(engines)[:turn]]
+        first = number % len(engines)
+        names = [*list(engines)[first:], *list(engines)[:first]]
         for name in names:
             answers, seconds = _ask(engines[name], group)
             times_s[name] += seconds
@@ -125,24 +125,24 @@ def _ask(engine: Engine, prompts: Sequence[bytes]) -> tuple[list[int], list[floa
     """Send prompts at the same time. Returns the next token and the seconds of each."""
     ended_s = [0.0] * len(prompts)
 
-    def note(number: int, _: Future[PrefillResult]) -> None:
+    def record_end(number: int, _: Future[PrefillResult]) -> None:
         ended_s[number] = time.perf_counter()
 
     start_s = time.perf_counter()
     futures = [engine.prefill(PrefillParams(prompt)) for prompt in prompts]
     for number, future in enumerate(futures):
-        future.add_done_callback(partial(note, number))
+        future.add_done_callback(partial(record_end, number))
     token_ids = [future.result(_TIMEOUT_S).next_token_id for future in futures]
     return token_ids, [each - start_s for each in ended_s]
 
 
-def _row(name: str, times_s: npt.NDArray[np.float64], without_s: npt.NDArray[np.float64]) -> dict[str, Any]:
-    ours, without = _summary(times_s), _summary(without_s)
-    bound_ms = _MAX_RATIO * without["p99"] + 1e3 * _LIMIT_S
+def _row(name: str, times_s: npt.NDArray[np.float64], baseline_s: npt.NDArray[np.float64]) -> dict[str, Any]:
+    ours, baseline = _summary(times_s), _summary(baseline_s)
+    bound_ms = _MAX_RATIO * baseline["p99"] + 1e3 * _STORE_TIMEOUT_S
     return {
         "store": name,
         "ttft_ms": ours,
-        "ratio_to_without": {key: ours[key] / without[key] for key in ours},
+        "ratio_to_without": {key: ours[key] / baseline[key] for key in ours},
         "p99_bound_ms": bound_ms,
         "is_within_bound": ours["p99"] <= bound_ms,
     }
@@ -158,7 +158,7 @@ def _summary(times_s: npt.NDArray[np.float64]) -> dict[str, float]:
 
 def _format_row(row: dict[str, Any]) -> str:
     mine = "".join(f"{row['ttft_ms'][key]:8.1f} ms" for key in ("p50", "p99", "max"))
-    beyond = "" if row["is_within_bound"] else "   beyond it"
+    beyond = "" if row["is_within_bound"] else "   beyond its bound"
     return f"{row['store']:24}{mine} {row['ratio_to_without']['p99']:17.2f} {row['p99_bound_ms']:10.1f} ms{beyond}"
 
 

@@ -9,6 +9,8 @@ import numpy as np
 
 from radixkv.config import CacheConfig
 
+_SPARE_TOKENS = 128  # of each request, in blocks of 64 tokens that are not full
+
 TRAFFICS = ("documents fit", "a quarter fits", "each once")
 
 
@@ -32,7 +34,7 @@ class ModeTraffic(NamedTuple):
     pool_tokens: int
 
     @property
-    def has_room(self) -> bool:
+    def pool_holds_request(self) -> bool:
         """Whether the pool can hold one request, and a copy of the block in which its prompt ends."""
         block_size = CacheConfig().block_size
         num_tokens = self.document_tokens + self.question_tokens + self.new_tokens
@@ -53,9 +55,9 @@ def traffics(
 ) -> list[ModeTraffic]:
     """Return three kinds of traffic: all documents fit the device, a quarter of them fits, and each is used once."""
     lengths = (document_tokens, question_tokens, new_tokens)
-    one = document_tokens + rounds * (question_tokens + new_tokens + 128)  # with the last blocks of its prompts
+    tokens_per_document = document_tokens + rounds * (question_tokens + new_tokens + _SPARE_TOKENS)
     return [
-        ModeTraffic(TRAFFICS[0], documents, rounds, *lengths, pool_tokens=documents * one),
-        ModeTraffic(TRAFFICS[1], documents, rounds, *lengths, pool_tokens=documents * one // 4),
-        ModeTraffic(TRAFFICS[2], documents * rounds, 1, *lengths, pool_tokens=documents * one // 4),
+        ModeTraffic(TRAFFICS[0], documents, rounds, *lengths, pool_tokens=documents * tokens_per_document),
+        ModeTraffic(TRAFFICS[1], documents, rounds, *lengths, pool_tokens=documents * tokens_per_document // 4),
+        ModeTraffic(TRAFFICS[2], documents * rounds, 1, *lengths, pool_tokens=documents * tokens_per_document // 4),
     ]

@@ -27,7 +27,7 @@ def write_adapters(model: str, folder: Path, num_adapters: int) -> list[str]:
     Returns:
         Settings of a server that loads them as `bench-0`, `bench-1` and so on.
     """
-    shapes = adaptable_layers(_module(model))
+    shapes = adaptable_layers(_build_module(model))
     settings = []
     for number in range(num_adapters):
         directory = folder / f"adapter-{number}"
@@ -35,17 +35,17 @@ def write_adapters(model: str, folder: Path, num_adapters: int) -> list[str]:
         fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": _ALPHA, "bias": "none"}
         (directory / "adapter_config.json").write_text(json.dumps(fields))
         generator = torch.Generator().manual_seed(number)
-        tensors = {}
+        weights = {}
         for name, shape in shapes.items():
             for side, size in (("A", (RANK, shape.in_features)), ("B", (shape.out_features, RANK))):
                 weight = torch.randn(size, generator=generator) / shape.in_features**0.5
-                tensors[f"base_model.model.{name}.lora_{side}.weight"] = weight
-        save_file(tensors, directory / "adapter_model.safetensors")
+                weights[f"base_model.model.{name}.lora_{side}.weight"] = weight
+        save_file(weights, directory / "adapter_model.safetensors")
         settings.append(f"adapters.bench-{number}.path={directory}")
     return settings
 
 
-def _module(model: str) -> PreTrainedModel:
+def _build_module(model: str) -> PreTrainedModel:
     """Build a model; unless it is `tiny`, on the meta device, where layers have names and shapes, but no weights."""
     if model == "tiny":
         return build_tiny_model("eager")

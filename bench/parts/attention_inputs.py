@@ -56,8 +56,8 @@ class AttentionCase:
     def flops(self, heads: Heads) -> float:
         """FLOPs of both matmuls, over the keys that each query attends to."""
         suffix = self.suffix_tokens
-        visible = suffix * self.prefix_tokens + suffix * (suffix + 1) / 2
-        return 4 * heads.num_query_heads * heads.head_dim * visible
+        num_visible_keys = suffix * self.prefix_tokens + suffix * (suffix + 1) / 2  # summed over the queries
+        return 4 * heads.num_query_heads * heads.head_dim * num_visible_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,14 @@ class AttentionInputs:
     @property
     def num_bytes(self) -> int:
         """Minimum bytes of one set to read and write: queries, outputs, and all K/V once."""
-        queries = 2 * self.queries[0].numel() * self.queries[0].element_size()
-        return queries + self.case.num_tokens * _token_bytes(self.pool)
+        query_and_output_bytes = 2 * self.queries[0].numel() * self.queries[0].element_size()
+        return query_and_output_bytes + self.case.num_tokens * _token_bytes(self.pool)
 
 
 def make_inputs(
     case: AttentionCase, heads: Heads, cache_bytes: int, device: torch.device, *, num_layers: int = 1
 ) -> AttentionInputs:
-    """Draw enough input sets to be larger than a cache, with the same numbers each time.
+    """Draw enough input sets to be larger than a cache together. The same arguments always give the same numbers.
 
     Args:
         case: the request.
@@ -107,20 +107,19 @@ def make_inputs(
     """
     torch.manual_seed(0)
     num_blocks = -(-case.num_tokens // heads.block_size)
-    block_size = (num_blocks, 1, heads.num_kv_heads, heads.block_size, heads.head_dim)
-    token_bytes = _token_bytes(KVPool.allocate(1, *block_size[1:], dtype=case.kv_dtype))
+    block_shape = (heads.num_kv_heads, heads.block_size, heads.head_dim)  # of one layer
+    token_bytes = _token_bytes(KVPool.allocate(1, 1, *block_shape, dtype=case.kv_dtype))
     num_sets = num_input_sets(case.num_tokens * token_bytes, cache_bytes)
-    size = (num_blocks, max(num_sets, num_layers), *block_size[2:])
-    pool = KVPool.allocate(*size, dtype=case.kv_dtype, device=device)
+    pool = KVPool.allocate(num_blocks, max(num_sets, num_layers), *block_shape, dtype=case.kv_dtype, device=device)
     order = torch.randperm(num_blocks) if case.is_shuffled else torch.arange(num_blocks)
     table = order.to(torch.int32).numpy()
-    whole = PagedBatch.build([case.num_tokens], [case.num_tokens], [table], heads.block_size, device)
+    all_tokens = PagedBatch.build([case.num_tokens], [case.num_tokens], [table], heads.block_size, device)
     batch = PagedBatch.build([case.suffix_tokens], [case.num_tokens], [table], heads.block_size, device)
     keys, values = [], []
     for layer in range(num_sets):
         kv_size = (2, case.num_tokens, heads.num_kv_heads, heads.head_dim)
         key, value = torch.randn(kv_size, dtype=torch.bfloat16, device=device).unbind()
-        reference.write_kv(key, value, whole.slots, pool, layer)
+        reference.write_kv(key, value, all_tokens.slots, pool, layer)
         if not is_quantized(case.kv_dtype):
             keys.append(key)
             values.append(value)
@@ -132,15 +131,15 @@ def make_inputs(
 def expected_answer(inputs: AttentionInputs) -> torch.Tensor:
     """Compute the reference output for the first set, some rows at a time. Returns a tensor like its queries."""
     case, table = inputs.case, inputs.batch.block_tables[0].cpu().numpy()
-    parts = []
+    outputs = []
     for start in range(0, case.suffix_tokens, _REFERENCE_ROWS):
         end = min(start + _REFERENCE_ROWS, case.suffix_tokens)
         batch = PagedBatch.build(
             [end - start], [case.prefix_tokens + end], [table], inputs.heads.block_size, inputs.batch.slots.device
         )
         query = inputs.queries[0][start:end]
-        parts.append(reference.paged_attention(query, inputs.pool, 0, batch, Scoring(inputs.scale)))
-    return torch.cat(parts)
+        outputs.append(reference.paged_attention(query, inputs.pool, 0, batch, Scoring(inputs.scale)))
+    return torch.cat(outputs)
 
 
 def capacity_of(device: torch.device, head_dim: int) -> DeviceCapacity:
@@ -162,5 +161,5 @@ def worst_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _token_bytes(pool: KVPool) -> int:
-    """Return the bytes of K and V of a token in one layer, scales included."""
+    """Return the bytes of K and V per token in one layer, scales included."""
     return pool.blocks.shape[1] // (pool.num_layers * pool.block_size)

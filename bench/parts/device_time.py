@@ -13,17 +13,18 @@ import torch
 Call = Callable[[], object]
 
 _MIN_SAMPLES, _MAX_SAMPLES = 10, 50
-_SAMPLING_S = 0.1
+_SAMPLING_S = 0.1  # device time of all samples together
 
 # While the host enqueues launches, the device waits, at most this long. The wait is given in cycles of a 2 GHz clock.
 _MAX_WAIT_S = 0.5
 _CYCLES_PER_S = 2e9
 
-# The two buffers of the copy are much larger than the cache; the matmul is large enough for the library's best kernel.
+# On a GPU, the two buffers of the copy are much larger than the cache, and the matmul is large enough for the library's
+# best kernel.
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}
 _MATRIX_SIZE = {"cuda": 8192, "cpu": 128}
 
-_CACHES = 3
+_CACHE_MULTIPLE = 3  # all input sets together are at least this many times as large as the cache
 
 # Times on a CPU are meaningless, so any cache size will do there.
 _CPU_CACHE_BYTES = 1 << 12
@@ -56,7 +57,10 @@ class DeviceRates:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the bytes of a device's largest cache. Larger inputs that are used in turn are read from its memory."""
+    """Return the bytes of a device's largest cache.
+
+    Inputs that are used in turn, and are larger than this together, are read from the device's memory.
+    """
     if device.type == "cpu":
         return _CPU_CACHE_BYTES
     size: int = torch.cuda.get_device_properties(device).L2_cache_size
@@ -65,7 +69,7 @@ def cache_bytes(device: torch.device) -> int:
 
 def num_input_sets(set_bytes: int, cache_bytes: int) -> int:
     """Return the number of input sets that evict each other from the cache before a set is used again."""
-    return max(2, -(-_CACHES * cache_bytes // set_bytes))
+    return max(2, -(-_CACHE_MULTIPLE * cache_bytes // set_bytes))
 
 
 def measure(calls: Sequence[Call], device: torch.device) -> CallTiming:
@@ -85,10 +89,11 @@ def measure(calls: Sequence[Call], device: torch.device) -> CallTiming:
         return CallTiming(statistics.median(samples_s) * 1e3, statistics.median(samples_s) * 1e3)
     torch.cuda.synchronize(device)
     turns = itertools.cycle(calls)  # not restarted, because the inputs that were used last are in the cache
-    first_ms, _ = _take_samples(turns, len(calls), wait_s=0.0)
-    num_samples = min(_MAX_SAMPLES, max(_MIN_SAMPLES, int(_SAMPLING_S * 1e3 / statistics.median(first_ms))))
-    _, enqueued_s = _take_samples(turns, num_samples, wait_s=0.0)
-    device_ms, host_s = _take_samples(turns, num_samples, wait_s=min(_MAX_WAIT_S, 1.5 * enqueued_s))
+    trial_ms, _ = _take_samples(turns, len(calls), wait_s=0.0)
+    num_samples = min(_MAX_SAMPLES, max(_MIN_SAMPLES, int(_SAMPLING_S * 1e3 / statistics.median(trial_ms))))
+    _, enqueue_s = _take_samples(turns, num_samples, wait_s=0.0)
+    # The device waits somewhat longer than the launches took just before.
+    device_ms, host_s = _take_samples(turns, num_samples, wait_s=min(_MAX_WAIT_S, 1.5 * enqueue_s))
     return CallTiming(statistics.median(device_ms), host_s * 1e3 / num_samples)
 
 
@@ -99,14 +104,14 @@ def _host_s(call: Call) -> float:
 
 
 def _take_samples(turns: Iterator[Call], num_samples: int, wait_s: float) -> tuple[list[float], float]:
-    """Take samples. Returns the device time of each in milliseconds, and the host time of all in seconds.
+    """Time calls. Returns the device time of each in milliseconds, and the host time of launching all in seconds.
 
     Args:
         turns: calls to make; consumed.
-        num_samples: samples to take.
-        wait_s: time that the device waits before the first, at a clock of 2 GHz.
+        num_samples: number of calls to time.
+        wait_s: time that the device waits before the first call, if its clock has 2 GHz.
     """
-    events = [(_event(), _event()) for _ in range(num_samples)]
+    events = [(_create_event(), _create_event()) for _ in range(num_samples)]
     torch.cuda._sleep(int(wait_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
     start_s = time.perf_counter()
     for begin, end in events:
@@ -118,7 +123,7 @@ def _take_samples(turns: Iterator[Call], num_samples: int, wait_s: float) -> tup
     return [begin.elapsed_time(end) for begin, end in events], host_s
 
 
-def _event() -> torch.cuda.Event:
+def _create_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_PATIENCE_S = 20.0
-_VERSIONED = ("radixkv", "numpy", "torch", "transformers", "triton", "grpcio", "protobuf")
+_COMMAND_TIMEOUT_S = 20.0
+_REPORTED_PACKAGES = ("radixkv", "numpy", "torch", "transformers", "triton", "grpcio", "protobuf")
 _INSTRUCTION_SETS = (
     *("avx2", "fma", "f16c", "avx_vnni"),
     *("avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
@@ -43,10 +43,10 @@ def describe_run(module: str, arguments: Sequence[str] | None = None) -> dict[st
 def describe_machine() -> dict[str, object]:
     """Describe the processor, its cores, the memory, and the GPU if there is one."""
     return {
-        **describe_cpu(_text_of(Path("/proc/cpuinfo"))),
+        **describe_cpu(_read_text(Path("/proc/cpuinfo"))),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": _memory_gib(),
-        "gpu": _output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]),
+        "gpu": _run_command(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]),
         "system": f"{platform.system()} {platform.machine()}",
     }
 
@@ -62,20 +62,20 @@ def describe_cpu(cpuinfo: str) -> dict[str, object]:
         code. Family and model are None if the system does not report them.
     """
     lines = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
-    facts = {name.strip(): value.strip() for name, _, value in lines}
-    has = facts.get("flags", "").split()
+    fields = {name.strip(): value.strip() for name, _, value in lines}
+    flags = fields.get("flags", "").split()
     return {
-        "cpu": facts.get("model name") or platform.processor() or platform.machine(),
-        "cpu_family": _number(facts.get("cpu family", "")),
-        "cpu_model": _number(facts.get("model", "")),
-        "instruction_sets": [name for name in _INSTRUCTION_SETS if name in has],
+        "cpu": fields.get("model name") or platform.processor() or platform.machine(),
+        "cpu_family": _parse_number(fields.get("cpu family", "")),
+        "cpu_model": _parse_number(fields.get("model", "")),
+        "instruction_sets": [name for name in _INSTRUCTION_SETS if name in flags],
     }
 
 
 def describe_versions() -> dict[str, str | None]:
     """Return the versions of Python and of packages that a result may depend on; None for a missing package."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in _VERSIONED:
+    for package in _REPORTED_PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -85,21 +85,21 @@ def describe_versions() -> dict[str, str | None]:
 
 def current_commit(directory: Path) -> str | None:
     """Return the commit checked out in a directory, with `-dirty` if tracked files differ; None outside git."""
-    commit = _output_of(["git", "-C", str(directory), "rev-parse", "HEAD"])
+    commit = _run_command(["git", "-C", str(directory), "rev-parse", "HEAD"])
     if commit is None:
         return None
-    changes = _output_of(["git", "-C", str(directory), "status", "--porcelain", "--untracked-files=no"])
+    changes = _run_command(["git", "-C", str(directory), "status", "--porcelain", "--untracked-files=no"])
     return f"{commit}-dirty" if changes else commit
 
 
-def _text_of(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except OSError:
         return ""  # not Linux
 
 
-def _number(text: str) -> int | None:
+def _parse_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
@@ -110,11 +110,11 @@ def _memory_gib() -> float | None:
         return None  # the system does not report it
 
 
-def _output_of(command: list[str]) -> str | None:
+def _run_command(command: list[str]) -> str | None:
     if shutil.which(command[0]) is None:
         return None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
+        completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMMAND_TIMEOUT_S)
     except subprocess.TimeoutExpired:  # nvidia-smi blocks if the driver does
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return completed.stdout.strip() if completed.returncode == 0 else None

@@ -47,42 +47,47 @@ def time_first_tokens(url: str, address: str, model: str, num_calls: int) -> Fir
         ConfigError: the gateway does not stream an answer.
     """
     generator = random.Random(0)
-    prefix = _ids(generator, _PREFIX_TOKENS)
-    gateway: list[float] = []
-    direct: list[float] = []
+    prefix = _random_ids(generator, _PREFIX_TOKENS)
+    gateway_s: list[float] = []
+    direct_s: list[float] = []
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT_S)
     with closing(connection), Client(address, timeout_s=_TIMEOUT_S) as client:
         for _ in range(_WARM_UP_CALLS + num_calls):
-            gateway.append(_seconds_over_gateway(connection, model, [*prefix, *_ids(generator, _SUFFIX_TOKENS)]))
-            direct.append(_seconds_of_server(client, [*prefix, *_ids(generator, _SUFFIX_TOKENS)]))
-    return FirstTokens(_median_ms(gateway), _median_ms(direct))
+            gateway_s.append(_time_gateway(connection, model, [*prefix, *_random_ids(generator, _SUFFIX_TOKENS)]))
+            direct_s.append(_time_server(client, [*prefix, *_random_ids(generator, _SUFFIX_TOKENS)]))
+    return FirstTokens(_median_ms(gateway_s), _median_ms(direct_s))
 
 
-def _seconds_over_gateway(connection: http.client.HTTPConnection, model: str, ids: Sequence[int]) -> float:
+def _time_gateway(connection: http.client.HTTPConnection, model: str, ids: Sequence[int]) -> float:
+    """Return the seconds from a request to the gateway to the first line of its answer."""
     body = {"model": model, "input_ids": ids, "sampling_params": _SAMPLING, "stream": True}
     start_s = time.perf_counter()
     connection.request("POST", "/generate", json.dumps(body), {"content-type": "application/json"})
     with connection.getresponse() as response:
-        first = response.readline()
-        took_s = time.perf_counter() - start_s
-        rest = response.read()  # so that the connection can be used again
-    if response.status != http.HTTPStatus.OK or not first.startswith(b"data:"):
-        raise ConfigError(f"gateway: expected a streamed answer, got {response.status} {(first + rest)[:200]!r}")
-    return took_s
+        first_line = response.readline()
+        ttft_s = time.perf_counter() - start_s
+        other_lines = response.read()  # so that the connection can be used again
+    if response.status != http.HTTPStatus.OK or not first_line.startswith(b"data:"):
+        raise ConfigError(
+            f"gateway: expected a streamed answer, got {response.status} {(first_line + other_lines)[:200]!r}"
+        )
+    return ttft_s
 
 
-def _seconds_of_server(client: Client, ids: Sequence[int]) -> float:
+def _time_server(client: Client, ids: Sequence[int]) -> float:
+    """Return the seconds from a request to the server to the first chunk of its answer."""
     start_s = time.perf_counter()
     answers = client.generate(ids, max_new_tokens=_SAMPLING["max_new_tokens"])
     next(answers)
-    took_s = time.perf_counter() - start_s
-    list(answers)
-    return took_s
+    ttft_s = time.perf_counter() - start_s
+    list(answers)  # so that the call ends before the next one begins
+    return ttft_s
 
 
-def _ids(generator: random.Random, count: int) -> list[int]:
+def _random_ids(generator: random.Random, count: int) -> list[int]:
     return [generator.randrange(_NUM_BYTE_TOKENS) for _ in range(count)]
 
 
 def _median_ms(times_s: Sequence[float]) -> float:
+    """Return the median of the measured calls, which follow the warm-up calls."""
     return 1e3 * statistics.median(times_s[_WARM_UP_CALLS:])

@@ -17,7 +17,7 @@ from typing import IO, Any
 from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
 
-_PERIOD_S = 0.1
+_POLL_PERIOD_S = 0.1
 _PAGE_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 20.0
 _SHOWN_LOG_BYTES = 4000
@@ -30,7 +30,7 @@ class GatewayProcess:
 
     Args:
         servers: addresses of servers with `gateway.enabled`, `HOST:PORT` each.
-        start_timeout_s: seconds after which all of them must be healthy, and the tokenizer loaded.
+        start_timeout_s: seconds within which all servers must be healthy, and the tokenizer loaded.
 
     Attributes:
         metrics_url: its metrics for Prometheus; empty before it is started.
@@ -100,16 +100,18 @@ class GatewayProcess:
         )
         self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         url = f"http://127.0.0.1:{port}"
-        end_s = time.monotonic() + self._start_timeout_s
-        while num_healthy_servers(url) < len(self._servers) or not _answer(url, "/v1/tokenizers").get("tokenizers"):
+        deadline_s = time.monotonic() + self._start_timeout_s
+        while num_healthy_servers(url) < len(self._servers) or not _has_tokenizer(url):
             if self._process.poll() is not None:
-                raise ConfigError(self._failure(f"its end, with exit status {self._process.returncode}"))
-            if time.monotonic() > end_s:
-                raise ConfigError(self._failure(f"{num_healthy_servers(url)} within {self._start_timeout_s:g} s"))
-            time.sleep(_PERIOD_S)
+                raise ConfigError(self._describe_failure(f"its end, with exit status {self._process.returncode}"))
+            if time.monotonic() > deadline_s:
+                raise ConfigError(
+                    self._describe_failure(f"{num_healthy_servers(url)} within {self._start_timeout_s:g} s")
+                )
+            time.sleep(_POLL_PERIOD_S)
         return url
 
-    def _failure(self, got: str) -> str:
+    def _describe_failure(self, got: str) -> str:
         end = self._log.seek(0, 2)
         self._log.seek(max(0, end - _SHOWN_LOG_BYTES))
         log = self._log.read().decode(errors="replace").strip() or "(nothing)"
@@ -117,13 +119,18 @@ class GatewayProcess:
 
 
 def num_healthy_servers(url: str) -> int:
-    """Return the number of servers that a gateway sends requests to; 0 while it does not answer."""
-    workers = _answer(url, "/workers").get("workers", [])
+    """Return the number of servers that a gateway sends requests to; 0 while the gateway does not answer."""
+    workers = _read_page(url, "/workers").get("workers", [])
     return sum(worker["is_healthy"] and worker["status"] == "ready" for worker in workers)
 
 
-def _answer(url: str, path: str) -> dict[str, Any]:
-    """Read a page of a gateway; empty while it does not answer."""
+def _has_tokenizer(url: str) -> bool:
+    """Whether the gateway has loaded the tokenizer of its servers' model."""
+    return bool(_read_page(url, "/v1/tokenizers").get("tokenizers"))
+
+
+def _read_page(url: str, path: str) -> dict[str, Any]:
+    """Return the JSON of a page of a gateway; empty while the gateway does not answer."""
     try:
         with urllib.request.urlopen(url + path, timeout=_PAGE_TIMEOUT_S) as response:
             page: dict[str, Any] = json.load(response)

@@ -12,11 +12,11 @@ from types import FrameType
 class Interruption:
     """Ends a measurement early on SIGINT or SIGTERM.
 
-    The first signal sets `event` and restores the previous handlers, so that a second one can end the process.
+    The first signal sets `event` and restores the previous handlers, so that a second signal can end the process.
 
     Attributes:
         signal_number: the first signal that arrived; None if none did.
-        event: set when it arrives.
+        event: set when the first signal arrives.
     """
 
     def __init__(self) -> None:
@@ -32,10 +32,10 @@ class Interruption:
     def handled(self) -> Iterator[None]:
         """Handle both signals inside a `with` statement. Must be called in an event loop of the main thread."""
         loop = asyncio.get_running_loop()
-        previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous_handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
         def restore() -> None:
-            for number, handler in previous.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
         def on_signal(number: int, frame: FrameType | None) -> None:
@@ -43,7 +43,7 @@ class Interruption:
             loop.call_soon_threadsafe(self.event.set)
             restore()
 
-        for number in previous:
+        for number in previous_handlers:
             signal.signal(number, on_signal)
         try:
             yield

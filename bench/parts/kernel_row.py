@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ class Contestant:
 
     Attributes:
         calls: calls that do the same work on different inputs, together larger than the cache.
-        error: returns the error of the first call's output.
+        error: returns the relative error of the first call's output; see `worst_error`.
     """
 
     calls: list[Call]
@@ -32,12 +33,12 @@ Prepare = Callable[[], Contestant]
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """The minimum work of one call.
+    """The minimum work of one call, and how exact its output must be.
 
     Attributes:
         flops: FLOPs of its matmuls.
         num_bytes: bytes to read and write.
-        tolerance: maximum error of a correct output.
+        tolerance: maximum relative error of a correct output.
     """
 
     flops: float
@@ -47,7 +48,7 @@ class KernelWork:
 
 def measure_row(
     work: KernelWork,
-    own: Prepare,
+    ours: Prepare,
     peers: Mapping[str, Prepare],
     rates: DeviceRates,
     device: torch.device,
@@ -59,19 +60,19 @@ def measure_row(
         the minimum work at the peak rates of this run; then with one more peer each time, by name. The ratio of a peer
         is its time divided by ours.
     """
-    row = _attempt(own, work.tolerance, device)
+    row = _check_and_time(ours, work.tolerance, device)
     row["peers"] = {}
     if row["is_right"]:
-        row |= _shares(work, row["ms"] / 1e3, rates)
+        row |= _rates_and_shares(work, row["ms"] / 1e3, rates)
     yield row
     for name, prepare in peers.items():
-        peer = row["peers"][name] = _attempt(prepare, work.tolerance, device)
+        peer = row["peers"][name] = _check_and_time(prepare, work.tolerance, device)
         if row["is_right"] and peer["is_right"]:
             peer["ratio"] = peer["ms"] / row["ms"]
         yield row
 
 
-def _shares(work: KernelWork, seconds: float, rates: DeviceRates) -> Row:
+def _rates_and_shares(work: KernelWork, seconds: float, rates: DeviceRates) -> Row:
     """Return the rates that a kernel with this time reaches, and their shares of the peak rates of the device."""
     matrix_s, copy_s = work.flops / rates.flops_per_s, work.num_bytes / rates.bytes_per_s
     return {
@@ -92,22 +93,26 @@ def guarded_row(kernel: str, case: str, make: Callable[[], Iterator[Row]]) -> It
     """
     row: Row = {"kernel": kernel, "case": case}
     try:
-        for known in make():
-            row.update(known)
+        for measured in make():
+            row.update(measured)
             yield row
     except Exception as raised:  # noqa: BLE001 - out of memory, or a device that an earlier kernel broke
         row |= {"is_right": False, "error": None, "reason": describe_error(raised), "peers": {}}
         yield row
 
 
-def _attempt(prepare: Prepare, tolerance: float, device: torch.device) -> Row:
+def _check_and_time(prepare: Prepare, tolerance: float, device: torch.device) -> Row:
     """Check and time one kernel. Returns its error and times, or the reason why it failed."""
     try:
         contestant = prepare()
         error = contestant.error()
         if not error <= tolerance:
-            known = error if math.isfinite(error) else None
-            return {"is_right": False, "error": known, "reason": f"wrong: off by {error:.3g}, at most {tolerance:g}"}
+            finite_error = error if math.isfinite(error) else None  # JSON has no infinity
+            return {
+                "is_right": False,
+                "error": finite_error,
+                "reason": f"wrong: off by {error:.3g}, at most {tolerance:g}",
+            }
         timing = measure(contestant.calls, device)
     except Exception as raised:  # noqa: BLE001 - whatever one kernel raises, the others are measured
         return {"is_right": False, "error": None, "reason": describe_error(raised)}
@@ -148,9 +153,9 @@ def format_peer(row: Row, name: str) -> str:
 
 def format_failures(rows: list[Row]) -> list[str]:
     """Format the peers that were not measured, once for each reason."""
-    reasons: dict[tuple[str, str], int] = {}
+    num_rows: Counter[tuple[str, str]] = Counter()
     for row in rows:
         for name, peer in row["peers"].items():
             if not peer["is_right"]:
-                reasons[name, peer["reason"]] = reasons.get((name, peer["reason"]), 0) + 1
-    return [f"{name}, not measured in {count} of them: {reason}" for (name, reason), count in reasons.items()]
+                num_rows[name, peer["reason"]] += 1
+    return [f"{name}, not measured in {number} of the rows: {reason}" for (name, reason), number in num_rows.items()]

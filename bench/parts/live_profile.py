@@ -30,7 +30,8 @@ def live_profile(requests: Sequence[AgentRequest], decode: Decode, *, has_sessio
     profiler = MissProfiler(share=1.0)
     profiler.load_decode = lambda: decode
     feed = MissFeed(profiler)
-    num_blocks = sum((len(each.token_ids) + len(each.answer_ids)) // _BLOCK_SIZE + 2 for each in requests)
+    # With a partly filled block for the prompt and for the answer of each request, so that nothing is evicted.
+    num_blocks = sum((len(request.token_ids) + len(request.answer_ids)) // _BLOCK_SIZE + 2 for request in requests)
     cache = PrefixCache(num_blocks, _BLOCK_SIZE, listeners=[feed])
 
     def find_branches(places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
@@ -40,25 +41,25 @@ def live_profile(requests: Sequence[AgentRequest], decode: Decode, *, has_sessio
 
     profiler.start(find_branches)
     try:
-        for each in requests:
+        for request in requests:
             profiler.add_step(1.0)
-            tokens = np.array(each.token_ids, "<u4").tobytes()
-            session_id = each.session if has_sessions else ""
-            with cache.lease(each.namespace, tokens, session_id=session_id) as lease:
-                reason = cache.explain(each.namespace, tokens, lease.cached_tokens)
-                prompt = AdmittedPrompt(each.namespace, session_id, tokens, lease.cached_tokens, reason)
+            tokens = np.array(request.token_ids, "<u4").tobytes()
+            session_id = request.session if has_sessions else ""
+            with cache.lease(request.namespace, tokens, session_id=session_id) as lease:
+                reason = cache.explain(request.namespace, tokens, lease.cached_tokens)
+                prompt = AdmittedPrompt(request.namespace, session_id, tokens, lease.cached_tokens, reason)
                 profiler.add_prompt(prompt)
-                _wait(profiler)  # its thread reads the cache, which this thread changes below
+                _wait_until_idle(profiler)  # the thread of the profiler reads the cache, which is changed below
                 lease.commit(lease.num_tokens)
-                lease.extend(np.array(each.answer_ids, "<u4").tobytes())
+                lease.extend(np.array(request.answer_ids, "<u4").tobytes())
                 lease.commit(lease.num_tokens)
             feed.pass_segments()
-        _wait(profiler)
+        _wait_until_idle(profiler)
         return profiler.report(None, _MAX_CAUSES)
     finally:
         profiler.close()
 
 
-def _wait(profiler: MissProfiler) -> None:
+def _wait_until_idle(profiler: MissProfiler) -> None:
     while profiler.is_busy:
         time.sleep(0.0002)

@@ -158,7 +158,7 @@ async def replay(
     cpu_start_s = time.process_time()
     start_s = clock()
 
-    def is_over() -> bool:
+    def is_limit_reached() -> bool:
         return traffic.limit_s is not None and clock() - start_s >= traffic.limit_s
 
     async def send(index: int, arrival_s: float | None) -> None:
@@ -166,7 +166,7 @@ async def replay(
         on_answer()
 
     async def send_next_of(indices: Iterator[int]) -> None:
-        while not is_over() and (index := next(indices, None)) is not None:
+        while not is_limit_reached() and (index := next(indices, None)) is not None:
             await send(index, None)
 
     async def send_all() -> None:
@@ -179,14 +179,14 @@ async def replay(
             for index in order:
                 if traffic.limit_s is not None and items[index].arrival_s >= traffic.limit_s:
                     return
-                early_s = items[index].arrival_s - (clock() - start_s)
-                await asyncio.sleep(max(0.0, early_s))
-                if is_over():
+                wait_s = items[index].arrival_s - (clock() - start_s)
+                await asyncio.sleep(max(0.0, wait_s))
+                if is_limit_reached():
                     return
                 tasks.create_task(send(index, items[index].arrival_s))
 
-    end_s = None if traffic.limit_s is None else traffic.limit_s * (1 + _ANSWER_SHARE)
-    await _run_until(send_all(), stop or asyncio.Event(), end_s)
+    timeout_s = None if traffic.limit_s is None else traffic.limit_s * (1 + _ANSWER_SHARE)
+    await _run_until(send_all(), stop or asyncio.Event(), timeout_s)
     wall_s = clock() - start_s
     ended_by = Ending.FINISHED
     if len(outcomes) < len(order):
@@ -203,9 +203,9 @@ async def _run_until(sending: Coroutine[object, object, None], stop: asyncio.Eve
     finally:
         for task in tasks:
             task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    if isinstance(results[0], BaseException) and not isinstance(results[0], asyncio.CancelledError):
-        raise results[0]
+        sending_result, _ = await asyncio.gather(*tasks, return_exceptions=True)
+    if isinstance(sending_result, BaseException) and not isinstance(sending_result, asyncio.CancelledError):
+        raise sending_result
 
 
 async def _send(

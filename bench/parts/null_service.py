@@ -1,4 +1,4 @@
-"""Runs one of two servers to compare: the service over a model that takes no time, or an echo server.
+"""Runs one of two servers, which benchmarks compare: the service over a model that takes no time, or an echo server.
 
 python -m bench.parts.null_service engine [--set engine.max_step_tokens=8192] [--vocab-size 151936] [--step-ms 20]
 python -m bench.parts.null_service echo ANSWER_IN_HEX

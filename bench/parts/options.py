@@ -129,7 +129,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> ReplayOptions:
     """
     parser = _parser()
     args = parser.parse_args(arguments)
-    if conflict := _conflict(args):
+    conflict = _first_conflict(args)
+    if conflict is not None:
         parser.error(conflict)
     for file in (args.json, args.plot):
         if file is not None and not file.absolute().parent.is_dir():
@@ -137,7 +138,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> ReplayOptions:
     fields = vars(args)
     fields["baseline_requests"] = 0 if fields.pop("no_baseline") else args.baseline_requests
     fields["requests"] = args.requests or DEFAULT_REQUESTS
-    fields["concurrency"] = None if _is_open_loop(args) else args.concurrency or DEFAULT_CONCURRENCY
+    fields["concurrency"] = None if _is_open_loop(args) else (args.concurrency or DEFAULT_CONCURRENCY)
     fields["settings"] = tuple(args.settings)
     return ReplayOptions(**fields)
 
@@ -146,7 +147,7 @@ def _is_open_loop(args: argparse.Namespace) -> bool:
     return args.rate is not None or args.pace == "trace"
 
 
-def _conflict(args: argparse.Namespace) -> str | None:
+def _first_conflict(args: argparse.Namespace) -> str | None:
     is_trace = args.workload == "mooncake"
     is_document = args.workload == "document"
     starts_server = args.address is None
@@ -230,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     baseline.add_argument(
         "--baseline-seconds",
-        type=_seconds,
+        type=_positive_or_inf,
         default=DEFAULT_BASELINE_S,
         metavar="S",
         help=f"send for at most S seconds; inf for no limit; default {DEFAULT_BASELINE_S:g}",
@@ -260,7 +261,7 @@ def _integer(min_value: int, max_value: int | None = None) -> Callable[[str], in
             raise argparse.ArgumentTypeError(f"expected {limits}, got {value}")
         return value
 
-    parse.__name__ = "whole number"
+    parse.__name__ = "whole number"  # argparse calls the type so in its error messages
     return parse
 
 
@@ -271,5 +272,5 @@ def _positive(text: str) -> float:
     return value
 
 
-def _seconds(text: str) -> float:
+def _positive_or_inf(text: str) -> float:
     return float("inf") if text == "inf" else _positive(text)

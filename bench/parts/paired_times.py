@@ -1,4 +1,4 @@
-"""Times of the same prompts in several engines, two of which are equal, as ratios to these two."""
+"""Compares the times of the same prompts in several engines. Two of these are set up alike, and are the baselines."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ def middle_ratios(
     """Return the mean of the middle half of the ratios of an engine's times, since other processes delay some prompts.
 
     Each time is divided by the geometric mean of the times of both baselines for the same prompt. The times of a
-    baseline are divided by those of the first one, so the ratio of the second one shows the measurement error.
+    baseline are divided by those of the first baseline, so the ratio of the second one shows the measurement error.
 
     Args:
         name: the engine.
         times: times of all engines, in the order of the prompts.
-        baselines: the names of the two equal engines.
+        baselines: the names of the two engines that are set up alike.
 
     Returns:
         `[2]`: the ratio of the times to first token, and that of the CPU times.
     """
-    first, again = (np.array(times[each]) for each in baselines)  # [num_prompts, 2]
-    ratios = np.sort(np.array(times[name]) / (first if name in baselines else np.sqrt(first * again)), axis=0)
+    first, second = (np.array(times[each]) for each in baselines)  # [num_prompts, 2]
+    divisors = first if name in baselines else np.sqrt(first * second)
+    ratios = np.sort(np.array(times[name]) / divisors, axis=0)
     num_cut = len(ratios) // 4
     middle: npt.NDArray[np.float64] = ratios[num_cut : len(ratios) - num_cut].mean(axis=0)
     return middle

@@ -19,15 +19,13 @@ _SYLLABLES = (
 # `<|im_end|>`, the last generated token, which is not cached, and a newline, which the template writes.
 _END_TOKENS = 2
 _NAMESPACE = Namespace("model", "acme")
-_MIN_MESSAGES = 5  # before the request, so that a fault has something to lose
+_MIN_MESSAGES = 5  # shorter prompts never have the fault, since too few of their tokens could be reused without it
 _RULES = (
     "You are an interactive agent that helps users with software engineering tasks. Use the instructions below and the "
     "tools available to you to assist the user. Never guess URLs. Be concise, direct, and to the point. "
 )
 _TOOLS = ("read", "write", "search", "run", "list", "fetch", "plan", "ask")
 _LATE_TOOLS = ("notebook", "browser", "calendar", "mail")
-
-Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class Message:
 
     def content(self) -> str:
         """Return what the chat template writes after the role."""
-        thinking = f"<think>\n{self.thinking}\n</think>\n\n" * bool(self.thinking)
+        thinking = f"<think>\n{self.thinking}\n</think>\n\n" if self.thinking else ""
         return f"{thinking}{self.text}<|im_end|>\n"
 
 
@@ -83,13 +81,13 @@ class Payload:
 
     def pieces(self) -> list[tuple[str, bool]]:
         """Return the texts of the prompt, which are encoded one by one, and for each whether its tokens are resplit."""
-        head = (
+        system_text = (
             f"x-billing-header: version=2.1.37.{self.suffix}; trace={self.build};\n{_RULES}\n# Environment\n"
             f"Session: {self.session_id}\nNow: {self.now}\nTurns so far: {self.turn}\n{_manual()}\n# Tools\n"
         )
         tools = json.dumps([_tool(name, self.keys) for name in self.tools])
-        pieces = [(self.first_text, False)] * bool(self.first_text)
-        pieces += [(self._role("system"), False), (f"{head}{tools}<|im_end|>\n", False)]
+        pieces = [(self.first_text, False)] if self.first_text else []
+        pieces += [(self._role("system"), False), (f"{system_text}{tools}<|im_end|>\n", False)]
         for message in self.messages:
             pieces += [(self._role(message.role), False), (message.content(), message.is_resplit)]
         return [*pieces, (self._role("assistant"), False)]
@@ -151,12 +149,12 @@ def _shuffle(values: tuple[str, ...], rng: random.Random) -> tuple[str, ...]:
 
 
 def _insert_reminder(payload: Payload, rng: random.Random) -> Payload:
-    place = rng.randrange(1, len(payload.messages) - 2)
+    position = rng.randrange(1, len(payload.messages) - 2)
     text = (
         f"The user opened the file {_words(rng, 1)}.py in the editor. This may or may not be related: {_words(rng, 8)}"
     )
     inserted = Message("system", text)
-    return replace(payload, messages=(*payload.messages[:place], inserted, *payload.messages[place:]))
+    return replace(payload, messages=(*payload.messages[:position], inserted, *payload.messages[position:]))
 
 
 def _compact(payload: Payload, rng: random.Random) -> Payload:
@@ -171,19 +169,19 @@ def _strip_thinking(payload: Payload, rng: random.Random) -> Payload:
 
 def _resplit_answer(payload: Payload, rng: random.Random) -> Payload:
     places = [index for index, each in enumerate(payload.messages[:-2]) if each.role == "assistant"]
-    place = rng.choice(places)
-    changed = replace(payload.messages[place], is_resplit=True)
-    return replace(payload, messages=(*payload.messages[:place], changed, *payload.messages[place + 1 :]))
+    position = rng.choice(places)
+    changed = replace(payload.messages[position], is_resplit=True)
+    return replace(payload, messages=(*payload.messages[:position], changed, *payload.messages[position + 1 :]))
 
 
 def _remove_tool(payload: Payload, rng: random.Random) -> Payload:
-    left_out = rng.randrange(len(payload.tools) - 1)
-    return replace(payload, tools=(*payload.tools[:left_out], *payload.tools[left_out + 1 :]))
+    removed_index = rng.randrange(len(payload.tools) - 1)
+    return replace(payload, tools=(*payload.tools[:removed_index], *payload.tools[removed_index + 1 :]))
 
 
 def _add_tool(payload: Payload, rng: random.Random) -> Payload:
-    place = len(payload.tools) // 2
-    return replace(payload, tools=(*payload.tools[:place], rng.choice(_LATE_TOOLS), *payload.tools[place:]))
+    position = len(payload.tools) // 2
+    return replace(payload, tools=(*payload.tools[:position], rng.choice(_LATE_TOOLS), *payload.tools[position:]))
 
 
 def _later_time(rng: random.Random) -> str:
@@ -260,31 +258,35 @@ class Traffic:
 
         The texts and their order depend only on the seed; which requests have the fault depends also on the share.
         """
-        rng, faults, chance = (random.Random(f"{self.seed} {each}") for each in ("texts", "faults", "chance"))
-        conversations = [self._messages(rng) for _ in range(self.num_sessions)]
+        text_rng = random.Random(f"{self.seed} texts")
+        fault_rng = random.Random(f"{self.seed} faults")
+        planting_rng = random.Random(f"{self.seed} chance")
+        conversations = [self._messages(text_rng) for _ in range(self.num_sessions)]
         num_sent = [0] * self.num_sessions
-        order = [index for index in range(self.num_sessions) for _ in range(self.num_turns)]
-        rng.shuffle(order)
+        session_order = [index for index in range(self.num_sessions) for _ in range(self.num_turns)]
+        text_rng.shuffle(session_order)
         requests = []
-        for time_s, index in enumerate(order):
-            num_messages = 1 + 2 * num_sent[index]
+        for time_s, index in enumerate(session_order):
+            num_messages = 1 + 2 * num_sent[index]  # the user's, then an assistant's and a tool's for each request
             num_sent[index] += 1
             payload = Payload(
-                "8d9f3a11c27be845",
-                "3a3",
-                "9b2c1f4e-0b6a-4c55-8d1e-2f6a7c8e9d10",
-                "2026-11-05T10:32:11Z",
-                1,
-                _TOOLS,
-                ("name", "description", "parameters"),
-                conversations[index][:num_messages],
+                build="8d9f3a11c27be845",
+                suffix="3a3",
+                session_id="9b2c1f4e-0b6a-4c55-8d1e-2f6a7c8e9d10",
+                now="2026-11-05T10:32:11Z",
+                turn=1,
+                tools=_TOOLS,
+                keys=("name", "description", "parameters"),
+                messages=conversations[index][:num_messages],
             )
-            is_planted = fault is not None and num_messages >= _MIN_MESSAGES and chance.random() < share
+            is_planted = fault is not None and num_messages >= _MIN_MESSAGES and planting_rng.random() < share
             if is_planted and fault is not None:
-                payload = fault.plant(payload, faults)
-            ids = [each for piece in payload.pieces() for each in self._encode(*piece)]
-            answer = self._encode(conversations[index][num_messages].content(), False)[:-_END_TOKENS]
-            requests.append(AgentRequest(ids, answer, payload.namespace, f"session {index}", float(time_s), is_planted))
+                payload = fault.plant(payload, fault_rng)
+            token_ids = [token_id for piece in payload.pieces() for token_id in self._encode(*piece)]
+            answer_ids = self._encode(conversations[index][num_messages].content(), False)[:-_END_TOKENS]
+            requests.append(
+                AgentRequest(token_ids, answer_ids, payload.namespace, f"session {index}", float(time_s), is_planted)
+            )
         return requests
 
     def _messages(self, rng: random.Random) -> tuple[Message, ...]:
@@ -301,20 +303,20 @@ class Traffic:
         ids: list[int] = []
         # Generated tokens differ from those of the text where the model has split a word in another way.
         middle = text.index("</think>") if "</think>" in text else len(text) // 2
-        word = next(index for index in range(middle + 10, len(text)) if text[index - 2 : index + 3].isalpha())
-        for part in (text[:word], text[word:]):
+        split_at = next(index for index in range(middle + 10, len(text)) if text[index - 2 : index + 3].isalpha())
+        for part in (text[:split_at], text[split_at:]):
             ids += self.tokenizer.encode_rendered(part)
         return tuple(ids)
 
 
-def _words(rng: random.Random, number: int) -> str:
-    words = ("".join(rng.choice(_SYLLABLES) for _ in range(rng.randrange(1, 4))) for _ in range(number))
+def _words(rng: random.Random, num_words: int) -> str:
+    words = ("".join(rng.choice(_SYLLABLES) for _ in range(rng.randrange(1, 4))) for _ in range(num_words))
     return " ".join(words)
 
 
 @lru_cache(maxsize=1)
 def _manual() -> str:
-    """Return the rest of the system prompt, the same text in every request."""
+    """Return the part of the system prompt that is the same in every request."""
     return _words(random.Random("manual"), 300)
 
 

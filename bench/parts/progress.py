@@ -42,13 +42,15 @@ def progress(
         with tqdm(total=total, desc=label, unit="req", file=stream, dynamic_ncols=True, disable=None) as bar:
             yield bar.update
         return
-    lines = _Lines(label, total, stream, clock) if use_lines else None
-    yield lines.advance if lines else lambda: None
-    if lines:
-        lines.write()
+    if not use_lines:
+        yield lambda: None
+        return
+    lines = _ProgressLines(label, total, stream, clock)
+    yield lines.advance
+    lines.write()
 
 
-class _Lines:
+class _ProgressLines:
     """Writes a line at the start, and another one when an answer arrives after the interval."""
 
     def __init__(self, label: str, total: int, stream: TextIO, clock: Callable[[], float]) -> None:

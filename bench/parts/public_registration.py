@@ -18,10 +18,11 @@ from radixkv.v1 import cache_pb2
 from radixkv.v1.cache_pb2_grpc import CacheServiceStub
 
 PublicTokens = dict[tuple[str, bytes], npt.NDArray[np.uint32]]
+"""The tokens of each public prefix, by the name of its adapter and its bytes."""
 
 
 def public_tokens(items: Sequence[WorkItem], prefix_tokens: int) -> PublicTokens:
-    """Return the distinct prefixes of a workload, by adapter and bytes."""
+    """Return the distinct prefixes of a workload."""
     prefixes = ((item.adapter, item.token_ids[:prefix_tokens]) for item in items)
     return {(adapter, prefix.tobytes()): prefix for adapter, prefix in prefixes}
 
@@ -34,11 +35,11 @@ async def registered_prefixes(channel: grpc.aio.Channel, public: PublicTokens, t
         ConfigError: the server refuses a prefix.
     """
     cache: Any = CacheServiceStub(channel)  # type: ignore[no-untyped-call]
-    run = secrets.token_hex(4)
+    run_id = secrets.token_hex(4)
     names: list[str] = []
     try:
         for (adapter, _), prefix in public.items():
-            name = f"replay-{run}-{len(names)}"
+            name = f"replay-{run_id}-{len(names)}"
             try:
                 await cache.RegisterPublicPrefix(
                     prompt_request(cache_pb2.RegisterPublicPrefixRequest, prefix, name=name, adapter=adapter),

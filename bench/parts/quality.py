@@ -49,12 +49,12 @@ def load(path: str, *, weights: str = "auto", dtype: str = "float32") -> Model:
 
 
 def held_out_texts(path: str, num_texts: int, num_tokens: int) -> list[torch.Tensor]:
-    """Return pieces of the held-out documents, in turn and from all their parts.
+    """Return pieces of the held-out documents, in turn, from the beginning of a document to its end.
 
     Args:
         path: as for `load`: the model whose tokenizer divides the texts.
-        num_texts, num_tokens: pieces, and tokens of each. If the tokenizer puts a token before each text, each
-            piece begins with this token.
+        num_texts, num_tokens: number of pieces, and tokens of each. If the tokenizer puts a token before each text,
+            each piece begins with this token.
 
     Returns:
         int64 `[num_tokens]` each.
@@ -66,13 +66,13 @@ def held_out_texts(path: str, num_texts: int, num_tokens: int) -> list[torch.Ten
         tokenizer = load_tokenizer() if path == "tiny" else Tokenizer.load(path)
     except ValueError as error:
         raise ConfigError(f"--model: {error}") from error
-    before = tokenizer.encode("")
-    documents = [tokenizer.encode(document.text)[len(before) :] for document in held_out_documents()]
+    leading_ids = tokenizer.encode("")
+    documents = [tokenizer.encode(document.text)[len(leading_ids) :] for document in held_out_documents()]
     texts = []
     for index in range(num_texts):
         ids = documents[index % len(documents)]
         start = (len(ids) - num_tokens) * index // num_texts
-        texts.append(torch.tensor([*before, *ids[start : start + num_tokens - len(before)]]))
+        texts.append(torch.tensor([*leading_ids, *ids[start : start + num_tokens - len(leading_ids)]]))
     return texts
 
 
@@ -125,7 +125,7 @@ class Comparison:
     """Compares predictions with those of a reference, text by text, so that only one text's logits are in memory."""
 
     def __init__(self) -> None:
-        self._num_rows = self._num_predicted = 0
+        self._num_positions = self._num_predicted = 0
         self._loss = self._reference_loss = self._kl = self._num_same = 0.0
 
     def add(self, logits: torch.Tensor, reference: torch.Tensor, ids: torch.Tensor) -> None:
@@ -135,12 +135,12 @@ class Comparison:
             logits, reference: float32 `[num_tokens, vocab_size]`, after each token.
             ids: the text, int64 `[num_tokens]`.
         """
-        self._num_rows += len(ids)
+        self._num_positions += len(ids)
         self._num_predicted += len(ids) - 1
         self._loss += float(cross_entropy(logits[:-1], ids[1:], reduction="sum"))
         self._reference_loss += float(cross_entropy(reference[:-1], ids[1:], reduction="sum"))
-        log_p, log_q = logits.log_softmax(-1), reference.log_softmax(-1)
-        self._kl += float(kl_div(log_p, log_q, log_target=True, reduction="sum"))
+        log_probabilities, reference_log_probabilities = logits.log_softmax(-1), reference.log_softmax(-1)
+        self._kl += float(kl_div(log_probabilities, reference_log_probabilities, log_target=True, reduction="sum"))
         self._num_same += float((logits.argmax(-1) == reference.argmax(-1)).sum())
 
     def quality(self) -> Quality:
@@ -148,14 +148,14 @@ class Comparison:
         return Quality(
             math.exp(self._loss / self._num_predicted),
             math.exp((self._loss - self._reference_loss) / self._num_predicted) - 1,
-            self._kl / self._num_rows,
-            self._num_same / self._num_rows,
+            self._kl / self._num_positions,
+            self._num_same / self._num_positions,
         )
 
 
-def row_of(model: Model, quality: Quality, **what: float | int | str | None) -> Row:
+def row_of(model: Model, quality: Quality, **varied: float | int | str | None) -> Row:
     """Return a row of a result: the model, what was varied, and the quality."""
-    return {"model": model.name, **what, **asdict(quality)}
+    return {"model": model.name, **varied, **asdict(quality)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +189,14 @@ class Command:
             "--model", nargs="+", default=["tiny"], metavar="MODEL", help="tiny, a directory, a GGUF file or ORG/NAME"
         )
         for name, default in {"texts": self.num_texts, **self.sizes}.items():
-            is_several = isinstance(default, tuple)
-            shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+            takes_several = isinstance(default, tuple)
+            shown_default = " ".join(map(str, default)) if isinstance(default, tuple) else default
             parser.add_argument(
                 f"--{name.replace('_', '-')}",
                 type=int,
-                nargs="+" if is_several else None,
+                nargs="+" if takes_several else None,
                 default=default,
-                help=f"default {shown}",
+                help=f"default {shown_default}",
             )
         parser.add_argument("--json", type=Path, metavar="FILE")
         options = parser.parse_args()

@@ -68,7 +68,7 @@ class PassComparison:
     Attributes:
         compared: pairs of answers to one prompt.
         different: pairs whose next tokens differ: a hit must not change an answer.
-        with_cache_ttft_ms, with_cache_server_prefill_ms: their times with the cache.
+        with_cache_ttft_ms, with_cache_server_prefill_ms: times of the compared requests in the pass with the cache.
         speedup: ratios above 1 if the cache is better; None if too few answers were compared. Ratios of times are over
             the compared requests only.
     """
@@ -88,21 +88,25 @@ def build_comparison(with_cache: Pass, without_cache: Pass | None, min_compared:
         without_cache: the pass over some of them; None if there was none.
         min_compared: minimum number of pairs of answers for a ratio.
     """
-    cached = {outcome.index: outcome for outcome in with_cache.outcomes}
-    uncached = () if without_cache is None else without_cache.outcomes
-    pairs = [(cached[outcome.index], outcome) for outcome in uncached if outcome.index in cached]
-    answered = [(hit, miss) for hit, miss in pairs if hit.status == miss.status == OK]
-    cached_ttft_ms = ttft_ms([hit for hit, _ in answered])
+    cached_by_index = {outcome.index: outcome for outcome in with_cache.outcomes}
+    uncached_outcomes = () if without_cache is None else without_cache.outcomes
+    pairs = [
+        (cached_by_index[uncached.index], uncached)
+        for uncached in uncached_outcomes
+        if uncached.index in cached_by_index
+    ]
+    answered = [(cached, uncached) for cached, uncached in pairs if cached.status == uncached.status == OK]
+    cached_ttft_ms = ttft_ms([cached for cached, _ in answered])
     ratios = None
     if without_cache is not None and len(answered) >= min_compared:
         ratios = {
-            "ttft_p50": _ratio(ttft_ms([miss for _, miss in answered])["p50"], cached_ttft_ms["p50"]),
+            "ttft_p50": _ratio(ttft_ms([uncached for _, uncached in answered])["p50"], cached_ttft_ms["p50"]),
             "prompt_tokens_per_s": _ratio(
                 summarize(with_cache)["prompt_tokens_per_s"], summarize(without_cache)["prompt_tokens_per_s"]
             ),
         }
-    different = sum(hit.next_token_id != miss.next_token_id for hit, miss in answered)
-    cached_prefill_ms = distribution([hit.prefill_us / 1e3 for hit, _ in answered])
+    different = sum(cached.next_token_id != uncached.next_token_id for cached, uncached in answered)
+    cached_prefill_ms = distribution([cached.prefill_us / 1e3 for cached, _ in answered])
     return PassComparison(len(answered), different, cached_ttft_ms, cached_prefill_ms, ratios)
 
 
@@ -115,20 +119,21 @@ def format_table(report: Summary) -> str:
     """Format a report as a table."""
     without_cache: Summary | None = report["without_cache"]
     columns = [report] if without_cache is None else [report, without_cache]
+    header = ["", "with cache"] if without_cache is None else ["", "with cache", "without cache"]
     has_ratios = report["speedup"] is not None
-    rows = [["", "with cache", "without cache", "ratio"][: 1 + len(columns) + int(has_ratios)]]
+    rows = [[*header, "ratio"] if has_ratios else header]
     # Ratios of times are over the requests that were answered in both passes.
-    same: Summary = report | {
+    compared: Summary = report | {
         "ttft_ms": report["baseline_sample"]["with_cache_ttft_ms"],
         "server_prefill_ms": report["baseline_sample"]["with_cache_server_prefill_ms"],
     }
-    for label, path, number_format, better in _ROWS:
-        values = [_at(column, path) for column in columns]
-        cells = [label, *("-" if value is None else number_format.format(value) for value in values)]
+    for label, path, value_format, better in _ROWS:
+        values = [_value_at(column, path) for column in columns]
+        cells = [label, *("-" if value is None else value_format.format(value) for value in values)]
         if has_ratios:
             ratio = None
             if better == "less":
-                ratio = _ratio(values[1], _at(same, path))
+                ratio = _ratio(values[1], _value_at(compared, path))
             elif better == "more":
                 ratio = _ratio(values[0], values[1])
             cells.append(_format_ratio(ratio))
@@ -221,7 +226,7 @@ def _notes(report: Summary) -> list[str]:
     return notes
 
 
-def _at(summary: Summary, keys: str) -> Any:
+def _value_at(summary: Summary, keys: str) -> Any:
     value: Any = summary
     for key in keys.split("."):
         value = value[key]

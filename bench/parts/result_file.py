@@ -17,9 +17,9 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=2, allow_nan=False)
             file.write("\n")
-        umask = os.umask(0)
+        umask = os.umask(0)  # the umask can be read only by setting it
         os.umask(umask)
-        Path(partial).chmod(0o666 & ~umask)  # mkstemp makes it private
+        Path(partial).chmod(0o666 & ~umask)  # mkstemp lets only the owner read it
         Path(partial).replace(path)
     except BaseException:
         Path(partial).unlink(missing_ok=True)

@@ -21,13 +21,13 @@ def count_reusable_tokens(items: Sequence[WorkItem], public: PublicTokens | None
     public_keys: defaultdict[str, list[bytes]] = defaultdict(list)
     for (adapter, _), tokens in (public or {}).items():
         insort(public_keys[adapter], tokens.astype(">u4").tobytes())
-    total = 0
+    num_reusable = 0
     for item in items:
         key = item.token_ids.astype(">u4").tobytes()
         earlier_keys = earlier.setdefault((item.tenant, item.adapter), public_keys[item.adapter].copy())
-        place = bisect_left(earlier_keys, key)
-        neighbors = earlier_keys[max(0, place - 1) : place + 1]
-        shared = max((shared_bytes(other, key, 0) // TOKEN_BYTES for other in neighbors), default=0)
-        total += min(shared, len(item.token_ids) - 1)
+        position = bisect_left(earlier_keys, key)
+        neighbors = earlier_keys[max(0, position - 1) : position + 1]
+        shared_tokens = max((shared_bytes(neighbor, key, 0) // TOKEN_BYTES for neighbor in neighbors), default=0)
+        num_reusable += min(shared_tokens, len(item.token_ids) - 1)
         insort(earlier_keys, key)
-    return total
+    return num_reusable

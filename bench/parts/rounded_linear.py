@@ -1,4 +1,4 @@
-"""An 8-bit linear layer with exact results on any processor, also if int8 instructions of the processor saturate."""
+"""An 8-bit linear layer with exact results on any processor, even one whose int8 instructions saturate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RoundedLinear(torch.nn.Module):
     The integers are multiplied in float64, in which their sums are exact in any order.
 
     Args:
-        linear: float32.
+        linear: the layer, in float32.
     """
 
     def __init__(self, linear: torch.nn.Linear) -> None:

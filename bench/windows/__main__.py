@@ -75,7 +75,7 @@ class StepCounter(Observer):
         self.cached: list[int] = []
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
-        """Count the blocks of windowed layers."""
+        """Count the blocks of windowed layers after a step."""
         for pool in self._cache.windows.pools:
             self.needed.append(pool.num_pinned)
             self.cached.append(pool.num_unpinned)
@@ -131,31 +131,32 @@ def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) ->
     num_parts = min_parts(reach, block_size, step_tokens)
     one_pool = WindowedServer(model, num_blocks, block_size, step_tokens, None)
     two_pools = WindowedServer(model, num_blocks, block_size, step_tokens, num_parts)
-    random = np.random.default_rng(0)
-    prompt = random.integers(0, _VOCAB_SIZE, num_tokens).tolist()
-    fresh = random.integers(0, _VOCAB_SIZE, 64).tolist()
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, _VOCAB_SIZE, num_tokens).tolist()
+    new_tokens = rng.integers(0, _VOCAB_SIZE, 64).tolist()
     prompts = {
         "the long prompt": prompt,
-        "its next turn": prompt + fresh,
+        "its next turn": prompt + new_tokens,
         "the same prompt": prompt,
-        "a branch in its middle": prompt[: num_tokens // 2] + fresh,
+        "a branch in its middle": prompt[: num_tokens // 2] + new_tokens,
     }
     rows = []
     for name, tokens in prompts.items():
-        first, second = one_pool.prefill(tokens), two_pools.prefill(tokens)
-        assert first.logits is not None
-        assert second.logits is not None
-        assert np.array_equal(first.logits, second.logits), f"{name}: expected the same bits"
+        one_pool_result, two_pools_result = one_pool.prefill(tokens), two_pools.prefill(tokens)
+        assert one_pool_result.logits is not None
+        assert two_pools_result.logits is not None
+        assert np.array_equal(one_pool_result.logits, two_pools_result.logits), f"{name}: expected the same bits"
         rows.append(
             {
                 "prompt": name,
                 "prompt_tokens": len(tokens),
-                "one_pool_cached_tokens": first.usage.cached_tokens,
-                "cached_tokens": second.usage.cached_tokens,
-                "miss_reason": second.miss_reason.value,
+                "one_pool_cached_tokens": one_pool_result.usage.cached_tokens,
+                "cached_tokens": two_pools_result.usage.cached_tokens,
+                "miss_reason": two_pools_result.miss_reason.value,
                 "most_needed_blocks": max(two_pools.counter.needed),
                 "most_blocks_in_use": max(
-                    map(sum, zip(two_pools.counter.needed, two_pools.counter.cached, strict=True))
+                    needed + cached
+                    for needed, cached in zip(two_pools.counter.needed, two_pools.counter.cached, strict=True)
                 ),
             }
         )

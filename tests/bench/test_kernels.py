@@ -65,7 +65,7 @@ def test_every_kernel_is_checked_and_timed_with_its_peers(tmp_path: Path, capsys
     assert [name for name, peer in peers.items() if peer["is_right"]] == ["sdpa_flash", "flex"]
     printed = capsys.readouterr().out
     assert "times are meaningless" in printed
-    assert "flashinfer_fa3, not measured in 1 of them: PeerUnavailable: needs a CUDA device" in printed
+    assert "flashinfer_fa3, not measured in 1 of the rows: PeerUnavailable: needs a CUDA device" in printed
     assert "25 of 25 right" in printed
 
 

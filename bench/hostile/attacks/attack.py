@@ -32,7 +32,7 @@ class Target:
     scale: float = 1.0
     http_address: str = ""
 
-    def part_of(self, number: int) -> int:
+    def scaled(self, number: int) -> int:
         """Return a number multiplied by `scale`; at least 1."""
         return max(1, round(number * self.scale))
 

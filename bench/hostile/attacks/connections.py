@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 from bench.hostile.attacks.attack import Figures, Target
 from bench.hostile.attacks.flood import GENERATE, PREFILL
-from bench.hostile.attacks.frames import CONTINUATION, HEADERS, RawConnection, block, frame
+from bench.hostile.attacks.frames import CONTINUATION, HEADERS, RawConnection, frame, header_block
 from radixkv.v1 import prefill_pb2
 
 IDLE_CONNECTIONS = 10_000
@@ -37,7 +37,7 @@ async def stalled(target: Target) -> Figures:
 async def unread(target: Target) -> Figures:
     """Request logits 300 times on each of ten connections, and read none."""
     message = prefill_pb2.PrefillRequest(token_ids=range(1, 100), tenant="unread", return_logits=True)
-    num_calls = target.part_of(300)
+    num_calls = target.scaled(300)
     async with _connections(target.address, 10) as connections:
         for connection in connections:
             for _ in range(num_calls):
@@ -50,7 +50,7 @@ async def unread_streams(target: Target) -> Figures:
     """Request streams with log probabilities on 50 connections, and read nothing, as `http_unread` does over HTTP."""
     message = prefill_pb2.GenerateRequest(max_new_tokens=400, ignore_eos=True, logprobs=20)
     message.prefill.CopyFrom(prefill_pb2.PrefillRequest(token_ids=[65], tenant="hostile"))
-    num_connections = target.part_of(50)
+    num_connections = target.scaled(50)
     async with _connections(target.address, num_connections, _DEFAULT_WINDOW_BYTES) as connections:
         for connection in connections:
             connection.call(GENERATE, message.SerializeToString())
@@ -60,25 +60,25 @@ async def unread_streams(target: Target) -> Figures:
 
 async def slow_headers(target: Target) -> Figures:
     """Send the headers of a call byte by byte, on 200 connections."""
-    headers = block(PREFILL)
+    headers = header_block(PREFILL)
     clock = asyncio.get_running_loop().time
     end_s = clock() + target.seconds
-    num_connections = target.part_of(200)
+    num_connections = target.scaled(200)
     async with _connections(target.address, num_connections) as connections:
         for connection in connections:
             connection.write(frame(HEADERS, 0, 1, headers[:1]))
-        at = 1
-        while clock() < end_s and at < len(headers):
+        num_sent = 1
+        while clock() < end_s and num_sent < len(headers):
             for connection in connections:
-                connection.write(frame(CONTINUATION, 0, 1, headers[at : at + 1]))
-            at += 1
+                connection.write(frame(CONTINUATION, 0, 1, headers[num_sent : num_sent + 1]))
+            num_sent += 1
             await asyncio.sleep(0.1)
-    return {"connections": num_connections, "frames": at * num_connections}
+    return {"connections": num_connections, "frames": num_sent * num_connections}
 
 
 async def idle(target: Target) -> Figures:
     """Open ten thousand connections, and do nothing."""
-    num_connections = target.part_of(IDLE_CONNECTIONS)
+    num_connections = target.scaled(IDLE_CONNECTIONS)
     async with _connections(target.address, num_connections):
         await asyncio.sleep(target.seconds)
     return {"connections": num_connections}
@@ -86,24 +86,24 @@ async def idle(target: Target) -> Figures:
 
 async def rapid_reset(target: Target) -> Figures:
     """Begin 15,000 calls at a steady rate, one connection at a time, and cancel each immediately with RST_STREAM."""
-    return await _resets(target, target.seconds)
+    return await _reset_streams(target, target.seconds)
 
 
 async def reset_burst(target: Target) -> Figures:
     """Begin 15,000 calls as fast as the server accepts them, and cancel each immediately with RST_STREAM."""
-    return await _resets(target, 0.0)
+    return await _reset_streams(target, 0.0)
 
 
-async def _resets(target: Target, seconds: float) -> Figures:
-    """Reset streams, spread over `seconds` (0: as fast as possible); connect again when the server disconnects."""
+async def _reset_streams(target: Target, seconds: float) -> Figures:
+    """Begin and reset streams, spread over `seconds` (0: as fast as possible). Reconnect if the server disconnects."""
     message = prefill_pb2.PrefillRequest(token_ids=range(1, 100), tenant="resets").SerializeToString()
     clock = asyncio.get_running_loop().time
-    start_s, num_streams = clock(), target.part_of(_NUM_RESETS)
+    start_s, num_streams = clock(), target.scaled(_NUM_RESETS)
     num_sent = num_connections = 0
     while num_sent < num_streams and clock() < start_s + target.seconds:
         with contextlib.suppress(ConnectionError):
             connection = await RawConnection.open(target.address, _DEFAULT_WINDOW_BYTES)
-            reading = asyncio.create_task(connection.discard())
+            reader_task = asyncio.create_task(connection.discard())
             num_connections += 1
             while num_sent < num_streams:
                 for _ in range(_RESETS_AT_ONCE):
@@ -112,14 +112,14 @@ async def _resets(target: Target, seconds: float) -> Figures:
                 await connection.drain()
                 await asyncio.sleep(start_s + seconds * num_sent / num_streams - clock())
             connection.close()
-            await reading
+            await reader_task
     return {"streams": num_sent, "connections": num_connections}
 
 
 async def broken_paths(target: Target) -> Figures:
     """Call a method whose path is not UTF-8, a hundred times, each on a new connection."""
     observed: Counter[str] = Counter()
-    num_calls = target.part_of(_NUM_BROKEN_PATHS)
+    num_calls = target.scaled(_NUM_BROKEN_PATHS)
     for _ in range(num_calls):
         with contextlib.suppress(ConnectionError):
             connection = await RawConnection.open(target.address, _DEFAULT_WINDOW_BYTES)
@@ -131,11 +131,11 @@ async def broken_paths(target: Target) -> Figures:
 
 
 @contextlib.asynccontextmanager
-async def _connections(address: str, number: int, window_bytes: int = 0) -> AsyncIterator[list[RawConnection]]:
+async def _connections(address: str, num_connections: int, window_bytes: int = 0) -> AsyncIterator[list[RawConnection]]:
     connections: list[RawConnection] = []
     try:
-        while len(connections) < number:
-            num_more = min(_AT_ONCE, number - len(connections))
+        while len(connections) < num_connections:
+            num_more = min(_AT_ONCE, num_connections - len(connections))
             connections += await asyncio.gather(*(RawConnection.open(address, window_bytes) for _ in range(num_more)))
         yield connections
     finally:

@@ -15,7 +15,8 @@ from bench.hostile.attacks.flood import PREFILL, RETAIN, STATS, TIMEOUT_S, flood
 from radixkv.service.token_ids import write_token_ids
 from radixkv.v1 import cache_pb2, prefill_pb2
 
-_BLOCK = 16
+_BLOCK_TOKENS = 16  # as in LARGE_POOL
+_OTHER_TOKEN_ID = 201  # not in the prompt, whose token ids are below 200
 _NUM_TIMED = 20
 _RETAIN_AT_ONCE = 32
 _BRANCHES_AT_ONCE = 48
@@ -28,36 +29,36 @@ def _tokens() -> npt.NDArray[np.uint32]:
 
 
 @cache
-def _long_prompt() -> bytes:
-    return _prompt(_tokens())
+def _long_prompt_message() -> bytes:
+    return _prompt_message(_tokens())
 
 
 async def cut_by_retain(target: Target) -> Figures:
     """Cache one prompt, and split it into 8,192 nodes by retaining every second block of it."""
-    ends = range(2 * _BLOCK, LONG_TOKENS + 1, 2 * _BLOCK)
-    return await _cut(target, RETAIN, _retains(list(ends)[: target.part_of(len(ends))]))
+    ends = range(2 * _BLOCK_TOKENS, LONG_TOKENS + 1, 2 * _BLOCK_TOKENS)
+    return await _split_path(target, RETAIN, _retain_messages(list(ends)[: target.scaled(len(ends))]))
 
 
 async def cut_by_branches(target: Target) -> Figures:
     """Cache one prompt, and split it by 2,000 prompts that diverge from it, each one block later."""
-    return await _cut(target, PREFILL, _branches(target.part_of(_NUM_BRANCHES)))
+    return await _split_path(target, PREFILL, _branch_messages(target.scaled(_NUM_BRANCHES)))
 
 
 async def hit_after_retain(target: Target) -> Figures:
-    """Send the prompt in 32 concurrent calls."""
-    return await flood(target, PREFILL, _long_prompt, _RETAIN_AT_ONCE)
+    """Send the prompt that `cut_by_retain` has cached, with 32 concurrent calls."""
+    return await flood(target, PREFILL, _long_prompt_message, _RETAIN_AT_ONCE)
 
 
 async def hit_after_branches(target: Target) -> Figures:
-    """Send the prompt in 48 concurrent calls."""
-    return await flood(target, PREFILL, _long_prompt, _BRANCHES_AT_ONCE)
+    """Send the prompt that `cut_by_branches` has cached, with 48 concurrent calls."""
+    return await flood(target, PREFILL, _long_prompt_message, _BRANCHES_AT_ONCE)
 
 
-async def _cut(target: Target, path: str, messages: Iterator[bytes]) -> Figures:
-    """Time hits of the prompt before and after its path is split."""
-    whole_ms = await _hit_ms(target.address)
+async def _split_path(target: Target, path: str, messages: Iterator[bytes]) -> Figures:
+    """Time hits of the prompt, send the messages that split its path, and time hits again."""
+    whole_ms = await _median_hit_ms(target.address)
     statuses = await send_all(target.address, path, messages)
-    cut_ms = await _hit_ms(target.address)
+    cut_ms = await _median_hit_ms(target.address)
     async with open_channel(target.address) as channel:
         stats = cache_pb2.StatsResponse.FromString(await channel.unary_unary(STATS, None, None)(b"", timeout=TIMEOUT_S))
     return {
@@ -68,10 +69,10 @@ async def _cut(target: Target, path: str, messages: Iterator[bytes]) -> Figures:
     }
 
 
-async def _hit_ms(address: str) -> float:
+async def _median_hit_ms(address: str) -> float:
     took_ms = []
     async with open_channel(address) as channel:
-        call, message = channel.unary_unary(PREFILL, None, None), _long_prompt()
+        call, message = channel.unary_unary(PREFILL, None, None), _long_prompt_message()
         await call(message, timeout=TIMEOUT_S)
         for _ in range(_NUM_TIMED):
             start_s = time.perf_counter()
@@ -80,21 +81,23 @@ async def _hit_ms(address: str) -> float:
     return statistics.median(took_ms)
 
 
-def _prompt(tokens: npt.NDArray[np.uint32]) -> bytes:
+def _prompt_message(tokens: npt.NDArray[np.uint32]) -> bytes:
     message = prefill_pb2.PrefillRequest(tenant="deep")
     write_token_ids(message, tokens.tobytes())
     return message.SerializeToString()
 
 
-def _retains(ends: list[int]) -> Iterator[bytes]:
+def _retain_messages(ends: list[int]) -> Iterator[bytes]:
     for end in ends:
         message = cache_pb2.RetainRequest(tenant="deep")
         write_token_ids(message, _tokens()[:end].tobytes())
         message.retention.priority = 49
-        message.retention.start_token, message.retention.end_token = end - _BLOCK, end
+        message.retention.start_token, message.retention.end_token = end - _BLOCK_TOKENS, end
         yield message.SerializeToString()
 
 
-def _branches(number: int) -> Iterator[bytes]:
-    for index in range(1, number + 1):
-        yield _prompt(np.append(_tokens()[: index * _BLOCK], np.full(_BLOCK, 201, "<u4")))
+def _branch_messages(num_branches: int) -> Iterator[bytes]:
+    for index in range(1, num_branches + 1):
+        yield _prompt_message(
+            np.append(_tokens()[: index * _BLOCK_TOKENS], np.full(_BLOCK_TOKENS, _OTHER_TOKEN_ID, "<u4"))
+        )

@@ -42,7 +42,7 @@ async def open_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
-async def flood(target: Target, path: str, make: Callable[[], bytes], num_at_once: int) -> Figures:
+async def flood(target: Target, path: str, make_message: Callable[[], bytes], num_at_once: int) -> Figures:
     """Repeat a call until the time is over, with one connection for each call in flight.
 
     Returns:
@@ -56,7 +56,7 @@ async def flood(target: Target, path: str, make: Callable[[], bytes], num_at_onc
         async with open_channel(target.address) as channel:
             call = channel.unary_unary(path, None, None)
             while clock() < end_s:
-                observed[await status_of(call, make())] += 1
+                observed[await status_of(call, make_message())] += 1
 
     await asyncio.gather(*(repeat() for _ in range(num_at_once)))
     return dict(observed)

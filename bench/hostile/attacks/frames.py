@@ -13,11 +13,13 @@ END_STREAM, END_HEADERS, ACK = 1, 4, 1
 
 _INITIAL_WINDOW_SIZE = 4
 _CANCEL = (8).to_bytes(4, "big")
-_HEAD_BYTES = 9
+_FRAME_HEADER_BYTES = 9
 _STATUS = re.compile(rb"grpc-status[\x01\x02](\d+)")
 # The message with which gRPC ends the calls of a connection, often as UNAVAILABLE, if it cannot parse a frame.
 _UNREADABLE = b"Failed parsing HTTP/2"
 _READ_BYTES = 65_536
+_MAX_PAYLOAD_BYTES = 16_384  # of a frame, by default
+_OVERLAP_BYTES = 64  # searched again after each read, because a read may end within a status
 
 
 class RawConnection:
@@ -53,8 +55,9 @@ class RawConnection:
     async def _acknowledge(self) -> None:
         """Read the server's settings, which come first, and acknowledge them, unless the server ends the connection."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            head = await self._reader.readexactly(_HEAD_BYTES)
-            await self._reader.readexactly(int.from_bytes(head[:3], "big"))
+            frame_header = await self._reader.readexactly(_FRAME_HEADER_BYTES)
+            payload_bytes = int.from_bytes(frame_header[:3], "big")
+            await self._reader.readexactly(payload_bytes)
             self.write(frame(SETTINGS, ACK, 0, b""))
 
     def write(self, data: bytes) -> None:
@@ -94,16 +97,16 @@ class RawConnection:
             message: sent immediately; None to send none.
             announced_bytes: length in the message's prefix; the true one by default. With a larger one, the call stays
                 open.
-            headers: header fields that are added or that replace usual ones; see `block`.
+            headers: header fields that are added or that replace usual ones; see `header_block`.
             is_compressed: the value of the message's compressed flag.
         """
         stream, self._next_stream = self._next_stream, self._next_stream + 2
-        self.write(frame(HEADERS, END_HEADERS, stream, block(path, headers)))
+        self.write(frame(HEADERS, END_HEADERS, stream, header_block(path, headers)))
         if message is not None:
             size = len(message) if announced_bytes is None else announced_bytes
             body = bytes([is_compressed]) + size.to_bytes(4, "big") + message
-            ends = [*range(16_384, len(body), 16_384), len(body)]
-            for start, end in zip([0, *ends], ends, strict=False):
+            for start in range(0, len(body), _MAX_PAYLOAD_BYTES):
+                end = min(start + _MAX_PAYLOAD_BYTES, len(body))
                 flags = END_STREAM if end == len(body) and size == len(message) else 0
                 self.write(frame(DATA, flags, stream, body[start:end]))
         return stream
@@ -117,8 +120,8 @@ class RawConnection:
         data = b""
         try:
             async with asyncio.timeout(timeout_s):
-                while read := await self._reader.read(_READ_BYTES):
-                    data = data[-64:] + read
+                while received := await self._reader.read(_READ_BYTES):
+                    data = data[-_OVERLAP_BYTES:] + received
                     if status_match := _STATUS.search(data):
                         return "unreadable" if _UNREADABLE in data else status_match[1].decode()
         except TimeoutError:
@@ -138,7 +141,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
-def block(path: str | bytes, headers: Mapping[str, str | bytes] | None = None) -> bytes:
+def header_block(path: str | bytes, headers: Mapping[str, str | bytes] | None = None) -> bytes:
     """Return the header block that begins a gRPC call. `headers` add fields, or replace usual ones of the same name."""
     fields: dict[str, str | bytes] = {
         ":method": "POST",
@@ -149,16 +152,16 @@ def block(path: str | bytes, headers: Mapping[str, str | bytes] | None = None) -
         "content-type": "application/grpc",
         **(headers or {}),
     }
-    return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
+    return b"".join(b"\0" + _encode_string(name) + _encode_string(value) for name, value in fields.items())
 
 
-def _text(text: str | bytes) -> bytes:
+def _encode_string(text: str | bytes) -> bytes:
     """Encode a string as HPACK does: its length, with 7 bits in the first byte, then its bytes."""
     data = text.encode() if isinstance(text, str) else text
     if len(data) < 127:
         return bytes([len(data)]) + data
-    rest, head = len(data) - 127, bytearray([127])
-    while rest >= 128:
-        head.append(rest & 127 | 128)
-        rest >>= 7
-    return bytes([*head, rest]) + data
+    remaining_length, encoded_length = len(data) - 127, bytearray([127])
+    while remaining_length >= 128:
+        encoded_length.append(remaining_length & 127 | 128)
+        remaining_length >>= 7
+    return bytes([*encoded_length, remaining_length]) + data

@@ -6,7 +6,7 @@ import asyncio
 import zlib
 from collections import Counter
 
-from bench.hostile.attacks.attack import Figures, Target
+from bench.hostile.attacks.attack import LONG_TOKENS, Figures, Target
 from bench.hostile.attacks.flood import PREFILL, flood
 from bench.hostile.attacks.frames import RawConnection
 
@@ -17,19 +17,21 @@ _BOMB_TIMEOUT_S = 5.0
 
 async def large_packed(target: Target) -> Figures:
     """Send prompts of 16 million tokens, which no default pool can hold."""
+    # Field 1, `token_ids`, packed: its length, 64 MiB as a varint, then 4 bytes per token.
     message = b"\x0a\x80\x80\x80\x20" + bytes(64 * 2**20)
     return await flood(target, PREFILL, lambda: message, _NUM_AT_ONCE)
 
 
 async def large_unpacked(target: Target) -> Figures:
     """Send the longest prompts that are accepted, with a tag for each token."""
-    message = b"\x0d\1\0\0\0" * 131_072
+    # Field 1, `token_ids`, not packed: a tag and 4 bytes per token.
+    message = b"\x0d\1\0\0\0" * LONG_TOKENS
     return await flood(target, PREFILL, lambda: message, _NUM_AT_ONCE)
 
 
 async def gzip_bombs(target: Target) -> Figures:
     """Send 300 MB of zeros, compressed to a thousandth, on new connections."""
-    bomb = await asyncio.to_thread(_compressed_zeros, target.part_of(_BOMB_BYTES))
+    bomb = await asyncio.to_thread(_compress_zeros, target.scaled(_BOMB_BYTES))
     clock = asyncio.get_running_loop().time
     end_s = clock() + target.seconds
     observed: Counter[str] = Counter()
@@ -45,7 +47,7 @@ async def gzip_bombs(target: Target) -> Figures:
     return dict(observed)
 
 
-def _compressed_zeros(num_bytes: int) -> bytes:
+def _compress_zeros(num_bytes: int) -> bytes:
     packer, zeros = zlib.compressobj(9, wbits=31), bytes(10**6)
     pieces = [packer.compress(zeros) for _ in range(-(-num_bytes // len(zeros)))]
     return b"".join([*pieces, packer.flush()])

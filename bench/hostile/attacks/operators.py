@@ -12,7 +12,8 @@ from radixkv.v1 import cache_pb2, prefill_pb2
 
 _NUM_TENANTS = 40_000
 _NUM_PRIORITIES = 40_000
-_PACE_SHARE = 50  # a fiftieth as many prompts are timed first, to estimate how long all prompts take
+_PACE_DIVISOR = 50  # a fiftieth as many prompts are timed first, to estimate how long all prompts take
+_BLOCK_TOKENS = 16  # as in LARGE_POOL
 _SLACK = 1.5  # factor on the estimated time for sending all prompts
 _NUM_AT_ONCE = 48
 
@@ -21,7 +22,7 @@ _PREPARED_AT_ONCE = 64
 
 async def fill_tenants(target: Target) -> Figures:
     """Cache a prompt of two tokens for each of 40,000 tenants."""
-    return await send_all(target.address, PREFILL, _tenant_prompts(target.part_of(_NUM_TENANTS)), _PREPARED_AT_ONCE)
+    return await send_all(target.address, PREFILL, _tenant_prompts(target.scaled(_NUM_TENANTS)), _PREPARED_AT_ONCE)
 
 
 async def ask_statistics(target: Target) -> Figures:
@@ -57,22 +58,23 @@ async def retain(target: Target) -> Figures:
 async def fill_priorities(target: Target) -> Figures:
     """Cache 40,000 blocks whose priorities expire at the same time, soon after the last of them is cached."""
     loop = asyncio.get_running_loop()
-    number = target.part_of(_NUM_PRIORITIES)
-    start_s, num_timed = loop.time(), -(-number // _PACE_SHARE)
+    num_blocks = target.scaled(_NUM_PRIORITIES)
+    start_s, num_timed = loop.time(), -(-num_blocks // _PACE_DIVISOR)
     await send_all(target.address, PREFILL, _tenant_prompts(num_timed), _PREPARED_AT_ONCE)
-    end_s = loop.time() + target.seconds + _SLACK * number / num_timed * (loop.time() - start_s)
+    expiry_s = loop.time() + target.seconds + _SLACK * num_blocks / num_timed * (loop.time() - start_s)
 
     def prompts() -> Iterator[bytes]:
-        for index in range(number):
-            tokens = [1 + index // 200, 1 + index % 200, *[3] * 14]
+        for index in range(num_blocks):
+            tokens = [1 + index // 200, 1 + index % 200, *[3] * (_BLOCK_TOKENS - 2)]
             message = prefill_pb2.PrefillRequest(token_ids=tokens, tenant="priorities")
             message.retention.priority = 40
-            message.retention.ttl.FromMilliseconds(max(1, round((end_s - loop.time()) * 1000)))
+            message.retention.ttl.FromMilliseconds(max(1, round((expiry_s - loop.time()) * 1000)))
             yield message.SerializeToString()
 
     observed = await send_all(target.address, PREFILL, prompts(), _PREPARED_AT_ONCE)
-    late_s = max(0.0, loop.time() - end_s)
-    await asyncio.sleep(max(0.0, end_s - target.seconds / 2 - loop.time()))
+    late_s = max(0.0, loop.time() - expiry_s)
+    # The attack begins after the preparation, so the priorities expire in its middle.
+    await asyncio.sleep(max(0.0, expiry_s - target.seconds / 2 - loop.time()))
     return {**observed, "prepared late s": late_s}
 
 
@@ -86,13 +88,13 @@ async def watch_expiry(target: Target) -> Figures:
     return observed
 
 
-def _tenant_prompts(number: int) -> Iterator[bytes]:
-    for index in range(number):
+def _tenant_prompts(num_tenants: int) -> Iterator[bytes]:
+    for index in range(num_tenants):
         yield prefill_pb2.PrefillRequest(token_ids=[1, 2], tenant=f"tenant {index}").SerializeToString()
 
 
 def _retain_request(start: int) -> cache_pb2.RetainRequest:
     message = cache_pb2.RetainRequest(token_ids=[5] * LONG_TOKENS, tenant="operator")
     message.retention.priority = 49
-    message.retention.start_token, message.retention.end_token = start, start + 16
+    message.retention.start_token, message.retention.end_token = start, start + _BLOCK_TOKENS
     return message

@@ -90,29 +90,29 @@ class Mutations:
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
-        self._right = {method: message.SerializeToString() for method, message in SEEDS.items()}
+        self._valid_messages = {method: message.SerializeToString() for method, message in SEEDS.items()}
 
-    def next_one(self) -> tuple[str, bytes]:
-        """Return a method, and the bytes of a message for it."""
-        method = self._rng.choice(list(self._right))
-        data = bytearray(self._right[method])
+    def next_message(self) -> tuple[str, bytes]:
+        """Return the path of a random method, and the bytes of a mutated message for it."""
+        method = self._rng.choice(list(self._valid_messages))
+        data = bytearray(self._valid_messages[method])
         for _ in range(self._rng.randint(1, 4)):
             self._mutate(data)
         return method, bytes(data)
 
     def _mutate(self, data: bytearray) -> None:
         rng = self._rng
-        at = rng.randint(0, len(data))
+        position = rng.randint(0, len(data))
         kind = rng.randrange(6)
-        if kind == 0 and data:
-            data[at % len(data)] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            del data[at:]
-        elif kind == 2:
-            data[at:at] = rng.randbytes(rng.randint(1, 20))
-        elif kind == 3:
-            data[at:at] = data[at : at + rng.randint(1, 30)]
-        elif kind == 4:
-            data[at:at] = rng.choice(list(self._right.values()))
-        elif data:
-            data[at % len(data)] = rng.choice((0, 0x7F, 0x80, 0xFF))
+        if kind == 0 and data:  # flip a bit
+            data[position % len(data)] ^= 1 << rng.randrange(8)
+        elif kind == 1:  # truncate
+            del data[position:]
+        elif kind == 2:  # insert random bytes
+            data[position:position] = rng.randbytes(rng.randint(1, 20))
+        elif kind == 3:  # repeat a part
+            data[position:position] = data[position : position + rng.randint(1, 30)]
+        elif kind == 4:  # insert a valid message
+            data[position:position] = rng.choice(list(self._valid_messages.values()))
+        elif data:  # overwrite a byte with the first or last byte of a varint's range
+            data[position % len(data)] = rng.choice((0, 0x7F, 0x80, 0xFF))

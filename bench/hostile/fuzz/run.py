@@ -70,27 +70,29 @@ async def fuzz(address: str, pid: int, num_calls: int, num_connections: int, see
     statuses: Counter[str] = Counter()
     raw: Counter[str] = Counter()
     async with open_channel(address) as channel, AsyncClient(address, timeout_s=_TIMEOUT_S) as client:
-        served = await _send(channel, client, mutations, num_calls // 5, statuses)
+        num_warm_up_calls = num_calls // 5
+        served = await _send_mutations(channel, client, mutations, num_warm_up_calls, statuses)
         warm_mb = resident_mb(pid)
-        served += await _send(channel, client, mutations, num_calls - num_calls // 5, statuses)
+        served += await _send_mutations(channel, client, mutations, num_calls - num_warm_up_calls, statuses)
         for start in range(0, num_connections, _VALID_CALL_PERIOD):
             number = min(_VALID_CALL_PERIOD, num_connections - start)
-            await _connect(address, rng, number, raw)
+            await _send_raw_bytes(address, rng, number, raw)
             await client.prefill([1, 2, 3], tenant="valid")
             served += 1
     return FuzzResult(dict(statuses), dict(raw), served, warm_mb, resident_mb(pid))
 
 
-async def _send(
-    channel: grpc.aio.Channel, client: AsyncClient, mutations: Mutations, number: int, statuses: Counter[str]
+async def _send_mutations(
+    channel: grpc.aio.Channel, client: AsyncClient, mutations: Mutations, num_calls: int, statuses: Counter[str]
 ) -> int:
-    left, served = iter(range(number)), 0
+    served = 0
+    remaining = iter(range(num_calls))  # shared by the concurrent loops
 
     async def repeat() -> None:
         nonlocal served
-        for index in left:
-            method, message = mutations.next_one()
-            statuses[await _status(channel, method, message)] += 1
+        for index in remaining:
+            method, message = mutations.next_message()
+            statuses[await _status_of(channel, method, message)] += 1
             if index % _VALID_CALL_PERIOD == 0:
                 await client.prefill([1, 2, 3], tenant="valid")
                 served += 1
@@ -99,7 +101,7 @@ async def _send(
     return served
 
 
-async def _status(channel: grpc.aio.Channel, method: str, message: bytes) -> str:
+async def _status_of(channel: grpc.aio.Channel, method: str, message: bytes) -> str:
     try:
         if not METHODS[method].server_streaming:
             await channel.unary_unary(method, None, None)(message, timeout=_TIMEOUT_S)
@@ -118,11 +120,12 @@ async def _status(channel: grpc.aio.Channel, method: str, message: bytes) -> str
     return "OK"
 
 
-async def _connect(address: str, rng: random.Random, number: int, raw: Counter[str]) -> None:
-    kinds, left = list(KINDS.values()), iter(range(number))
+async def _send_raw_bytes(address: str, rng: random.Random, num_connections: int, raw: Counter[str]) -> None:
+    kinds = list(KINDS.values())
+    remaining = iter(range(num_connections))  # shared by the concurrent loops
 
     async def repeat() -> None:
-        for _ in left:
+        for _ in remaining:
             connection = await RawConnection.open_socket(address)
             connection.write(rng.choice(kinds)(rng))
             raw[await connection.read_status(_READ_TIMEOUT_S)] += 1

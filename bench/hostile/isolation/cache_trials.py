@@ -19,12 +19,12 @@ NAMESPACES = [
     Namespace(*names) for names in itertools.product(("model", "mode", "model:int8"), _TENANTS, _ADAPTERS, _SALTS)
 ]
 
-_BLOCK = 16
+_BLOCK_TOKENS = 16
 _NUM_BLOCKS = 512
 _HEAD_TOKENS = 24
 _TAIL_TOKENS = 40
-_OTHERS = 20
-_LEAKING = (MissReason.EVICTED, MissReason.EXPIRED)
+_NUM_OTHERS = 20
+_LEAKING_REASONS = (MissReason.EVICTED, MissReason.EXPIRED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,21 @@ def search(num_trials: int, seed: int) -> Isolation:
     All prompts begin with the same head, in all namespaces. So no tree is empty by chance, and only one namespace has
     cached the tokens after the head.
     """
-    numbers = np.random.default_rng(seed)
-    cache = PrefixCache(_NUM_BLOCKS, _BLOCK)
-    head = numbers.integers(0, 50_000, _HEAD_TOKENS).astype("<u4").tobytes()
+    rng = np.random.default_rng(seed)
+    cache = PrefixCache(_NUM_BLOCKS, _BLOCK_TOKENS)
+    head = rng.integers(0, 50_000, _HEAD_TOKENS).astype("<u4").tobytes()
     trials = cross_hits = controls = control_hits = 0
     while trials < num_trials:
-        order = numbers.choice(len(NAMESPACES), 1 + min(_OTHERS, num_trials - trials), replace=False)
+        order = rng.choice(len(NAMESPACES), 1 + min(_NUM_OTHERS, num_trials - trials), replace=False)
         owner, *others = (NAMESPACES[index] for index in order)
-        tail = numbers.integers(0, 50_000, _TAIL_TOKENS).astype("<u4")
+        tail = rng.integers(0, 50_000, _TAIL_TOKENS).astype("<u4")
         tail[0] = controls  # so that no two prompts share more than the head by chance
         prompt = head + tail.tobytes()
         num_tokens = len(prompt) // 4
         with cache.lease(owner, prompt) as lease:
             lease.commit(num_tokens)
         controls += 1
+        # A match leaves the last token of a prompt to be computed.
         control_hits += cache.match(owner, prompt).cached_tokens == num_tokens - 1
         for other in others:
             trials += 1
@@ -79,4 +80,4 @@ def _reveals_prompt(cache: PrefixCache, namespace: Namespace, prompt: bytes) -> 
         return True
     # If not even the first block is cached, the missing block belongs to the head, and the namespace's own copy of it
     # may have been evicted.
-    return cached_tokens >= _BLOCK and cache.explain(namespace, prompt, cached_tokens) in _LEAKING
+    return cached_tokens >= _BLOCK_TOKENS and cache.explain(namespace, prompt, cached_tokens) in _LEAKING_REASONS

@@ -18,9 +18,9 @@ def p_value(first: Sequence[float], second: Sequence[float]) -> float:
     Source: Press et al., Numerical Recipes, 14.3.
     """
     ordered = [np.sort(np.asarray(sample, dtype=np.float64)) for sample in (first, second)]
-    everything = np.concatenate(ordered)
-    shares = [np.searchsorted(sample, everything, side="right") / len(sample) for sample in ordered]
-    distance = float(np.abs(shares[0] - shares[1]).max())
+    all_values = np.concatenate(ordered)
+    cumulative_shares = [np.searchsorted(sample, all_values, side="right") / len(sample) for sample in ordered]
+    distance = float(np.abs(cumulative_shares[0] - cumulative_shares[1]).max())
     root = math.sqrt(len(first) * len(second) / (len(first) + len(second)))
     scaled = (root + 0.12 + 0.11 / root) * distance
     if scaled < 0.2:

@@ -40,10 +40,10 @@ class Audit:
 
 async def audit(address: str, num_samples: int, seed: int) -> Audit:
     """Time prompts of one tenant, the three arms in random order, each prompt once."""
-    numbers = np.random.default_rng(seed)
-    prompts = {arm: numbers.integers(1, 200, (num_samples, _NUM_TOKENS)) for arm in ("other", "uncached", "own")}
+    rng = np.random.default_rng(seed)
+    prompts = {arm: rng.integers(1, 200, (num_samples, _NUM_TOKENS)) for arm in ("other", "uncached", "own")}
     for arm in ("other", "uncached"):  # prompts that share no prefix with what the caller has cached
-        prompts[arm][:, 0] = numbers.integers(200, 256, num_samples)
+        prompts[arm][:, 0] = rng.integers(200, 256, num_samples)
     took_ms: dict[str, list[float]] = {arm: [] for arm in prompts}
     cross_hits = 0
     async with AsyncClient(address, timeout_s=_TIMEOUT_S) as client:
@@ -51,10 +51,11 @@ async def audit(address: str, num_samples: int, seed: int) -> Audit:
             await client.prefill(other, tenant="victim")
             await client.prefill(own, tenant="attacker")
         for number in range(num_samples):
-            for arm in numbers.permutation(list(prompts)):
-                milliseconds, cached_tokens = await _timed(client, prompts[arm][number])
+            for arm in rng.permutation(list(prompts)):
+                milliseconds, cached_tokens = await _time_prefill(client, prompts[arm][number])
                 took_ms[arm].append(milliseconds)
-                cross_hits += cached_tokens if arm != "own" else 0
+                if arm != "own":
+                    cross_hits += cached_tokens
     return Audit(
         samples=num_samples,
         other_ms=statistics.median(took_ms["other"]),
@@ -66,7 +67,7 @@ async def audit(address: str, num_samples: int, seed: int) -> Audit:
     )
 
 
-async def _timed(client: AsyncClient, prompt: npt.NDArray[np.int64]) -> tuple[float, int]:
+async def _time_prefill(client: AsyncClient, prompt: npt.NDArray[np.int64]) -> tuple[float, int]:
     start_s = time.perf_counter()
     answer = await client.prefill(prompt, tenant="attacker", write_cache=False)
     return (time.perf_counter() - start_s) * 1000, answer.usage.cached_tokens

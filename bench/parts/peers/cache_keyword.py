@@ -10,7 +10,7 @@ from typing import Any
 
 
 def cache_keyword(model: Any) -> str:
-    """Return `cache`, as from transformers 5.24 on, or `past_key_values`.
+    """Return `cache`, as since transformers 5.24, or `past_key_values`, as before.
 
     Args:
         model: a model of transformers.

@@ -1,4 +1,4 @@
-"""Saves the checkpoints that all engines run: a random Llama of the shape of a 0.5B model, and the embedded model.
+"""Saves the checkpoints that all engines run: a random Llama of 208 million parameters, and the embedded model.
 
 python -m bench.parts.peers.checkpoint llama|tiny float32|bfloat16 DIRECTORY
 """

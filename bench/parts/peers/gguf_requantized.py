@@ -13,21 +13,21 @@ def main(source: str, file: str) -> None:
     import gguf
 
     reader = gguf.GGUFReader(source)
-    target = gguf.GGMLQuantizationType.Q8_0
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
     writer = gguf.GGUFWriter(file, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if name in ("general.architecture", "general.file_type") or name.startswith("GGUF."):
             continue
-        kind = field.types[0]
-        element = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), kind, sub_type=element)
+        value_type = field.types[0]
+        element_type = field.types[-1] if value_type == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), value_type, sub_type=element_type)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     for tensor in reader.tensors:
-        if len(tensor.shape) == 1:
+        if len(tensor.shape) == 1:  # the weights of norms, and biases
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
         else:
-            numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            writer.add_tensor(tensor.name, gguf.quants.quantize(numbers, target), raw_dtype=target)
+            weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            writer.add_tensor(tensor.name, gguf.quants.quantize(weights, q8_0), raw_dtype=q8_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

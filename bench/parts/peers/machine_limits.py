@@ -30,8 +30,8 @@ class Machine:
     """Speeds measured with a number of threads.
 
     Attributes:
-        bytes_per_s: how fast memory is read.
-        operations_per_s: additions and multiplications of a matmul, for the faster of two sizes.
+        bytes_per_s: bytes per second that are read from memory.
+        operations_per_s: additions and multiplications per second in a matmul, for the faster of two sizes.
         element_bytes: bytes of one element of weights, keys and values.
     """
 
@@ -45,8 +45,8 @@ class ModelWork:
     """Minimum work of a step of a model.
 
     Attributes:
-        operations: additions and multiplications.
-        elements: elements of weights, keys and values that are read.
+        operations: number of additions and multiplications.
+        elements: number of elements of weights, keys and values that are read.
     """
 
     operations: float
@@ -66,32 +66,43 @@ def measure_machine(dtype: str, threads: int) -> Machine:
     return Machine(**json.loads(printed))
 
 
-def least_time(row: PeerRow, machine: Machine) -> float:
+def min_time_s(row: PeerRow, machine: Machine) -> float:
     """Return the minimum time of one unit of a row, in seconds.
 
     Per step, the shared prefix is read once for all requests, the own keys of each request once, and the weights once.
     Prompts that are sent one at a time take one step each; concurrent prompts share one step, and so do their tokens.
     """
     model = llama_config() if row.model == "llama" else tiny_config()
-    together = row.at_once
-    prefill = _step(model, row.shared_tokens, together, row.own_tokens).min_s(machine)
+    prefill_s = _step_work(model, row.shared_tokens, row.at_once, row.own_tokens).min_s(machine)
     if row.unit in {"request", "call"}:
-        return prefill / together
-    middle = row.own_tokens + row.new_tokens // 2  # mean number of a request's own keys in a decode step
-    decode = _step(model, row.shared_tokens, together, 1, middle - 1).min_s(machine)
-    return decode if row.unit == "token" else prefill + (row.new_tokens - 1) * decode
+        return prefill_s / row.at_once
+    mean_own_keys = row.own_tokens + row.new_tokens // 2  # of one request in a decode step
+    decode_s = _step_work(model, row.shared_tokens, row.at_once, 1, mean_own_keys - 1).min_s(machine)
+    return decode_s if row.unit == "token" else prefill_s + (row.new_tokens - 1) * decode_s
 
 
-def _step(model: LlamaConfig, shared: int, requests: int, tokens: int, own_before: int = 0) -> ModelWork:
-    """Return the work of a step with `tokens` new tokens of each request."""
-    queries, pairs = model.num_attention_heads * model.head_dim, 2 * model.num_key_value_heads * model.head_dim
-    linear = model.hidden_size * (2 * queries + pairs + 3 * model.intermediate_size)
-    head = model.hidden_size * model.vocab_size
-    keys = tokens * (shared + own_before) + tokens * (tokens + 1) / 2  # summed over the tokens of a request
-    layer = 2 * requests * tokens * linear + 4 * requests * keys * queries
-    operations = model.num_hidden_layers * layer + 2 * requests * head
-    kept = model.num_hidden_layers * pairs * (shared + requests * (own_before + tokens))
-    return ModelWork(operations, model.num_hidden_layers * linear + head + kept)
+def _step_work(
+    model: LlamaConfig, shared_tokens: int, num_requests: int, num_tokens: int, num_own_before: int = 0
+) -> ModelWork:
+    """Return the work of a step with `num_tokens` new tokens of each request.
+
+    Args:
+        model: the shape of the model.
+        shared_tokens: tokens of the prefix that all requests share.
+        num_requests: number of requests.
+        num_tokens: new tokens of each request.
+        num_own_before: tokens of each request between the shared prefix and the new tokens.
+    """
+    query_width = model.num_attention_heads * model.head_dim
+    kv_width = 2 * model.num_key_value_heads * model.head_dim
+    layer_weights = model.hidden_size * (2 * query_width + kv_width + 3 * model.intermediate_size)
+    head_weights = model.hidden_size * model.vocab_size
+    # Keys that the new tokens of one request attend to, summed over these tokens.
+    num_keys = num_tokens * (shared_tokens + num_own_before) + num_tokens * (num_tokens + 1) / 2
+    layer_operations = 2 * num_requests * num_tokens * layer_weights + 4 * num_requests * num_keys * query_width
+    operations = model.num_hidden_layers * layer_operations + 2 * num_requests * head_weights
+    kv_elements = model.num_hidden_layers * kv_width * (shared_tokens + num_requests * (num_own_before + num_tokens))
+    return ModelWork(operations, model.num_hidden_layers * layer_weights + head_weights + kv_elements)
 
 
 def _measure(dtype: torch.dtype, threads: int) -> Machine:

@@ -56,8 +56,8 @@ def draw_comparison(path: Path, rows: Sequence[Result], machine: str) -> None:
         engines = list(dict.fromkeys(engine for row in rows for engine in row["engines"]))
         handles = [Line2D([], [], marker="o", linestyle="", color=_color(each), label=each) for each in engines]
         handles.append(Line2D([], [], **_LIMIT_MARK, label="limit of the machine"))
-        place = (0.01, 1 - 1.05 / inches)
-        figure.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=8, frameon=False, fontsize=9)
+        position = (0.01, 1 - 1.05 / inches)
+        figure.legend(handles=handles, loc="lower left", bbox_to_anchor=position, ncols=8, frameon=False, fontsize=9)
         axes[-1, 0].set_xlabel("time / best peer's time")
         figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None})
         plt.close(figure)
@@ -67,14 +67,16 @@ def _draw_panel(axis: Any, rows: Sequence[Result], setting: tuple[str, str, int]
     model, dtype, threads = setting
     axis.set_xscale("log")
     axis.axvline(1, color=INK, linewidth=1)
-    for place, row in enumerate(rows):
-        best = row["engines"].get(row["best_peer"])
-        for engine, each in row["engines"].items() if best else ():
+    for position, row in enumerate(rows):
+        best_peer = row["engines"].get(row["best_peer"])
+        if best_peer is None:
+            continue
+        for engine, each in row["engines"].items():
             size = 9 if is_ours(engine) else 7
-            ratio = each["wall_s"] / best["wall_s"]
-            axis.plot(ratio, place, "o", color=_color(engine), markersize=size, markeredgecolor="white", zorder=3)
-        if best and row["least_s"] is not None:
-            axis.plot(row["least_s"] / best["wall_s"], place, **_LIMIT_MARK)
+            ratio = each["wall_s"] / best_peer["wall_s"]
+            axis.plot(ratio, position, "o", color=_color(engine), markersize=size, markeredgecolor="white", zorder=3)
+        if row["least_s"] is not None:
+            axis.plot(row["least_s"] / best_peer["wall_s"], position, **_LIMIT_MARK)
     axis.set_yticks(range(len(rows)), [row["title"] for row in rows])
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_title(f"{model}, {dtype}, {threads} thread{'s' if threads > 1 else ''}", loc="left", fontsize=10.5)

@@ -16,6 +16,7 @@ def read_processes() -> dict[int, tuple[int, float]]:
     processes = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended meanwhile
+            # After the name: the parent is field 1, and user and system time, own and of children, are fields 11 to 14.
             fields = path.read_text(errors="replace").rpartition(")")[2].split()
             processes[int(path.parent.name)] = (int(fields[1]), sum(map(int, fields[11:15])) / _TICKS_PER_SECOND)
     return processes
@@ -41,7 +42,7 @@ def cpu_s(pid: int) -> float:
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """Return the resident memory of processes, files that they map included; 0 for those that have ended."""
+    """Return the resident memory of processes, including mapped files. Processes that have ended count as 0."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """Loads SGLang's two radix trees, without installing SGLang.
 
-They are read from an unpacked wheel: `pip download --no-deps sglang==0.5.23`, then unzip it.
+The trees are read from an unpacked wheel: `pip download --no-deps sglang==0.5.23`, then unzip it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SglangTree(Protocol):
 
 
 class SglangRustTree:
-    """The tree core with its own LRU.
+    """The tree core written in Rust, with its own LRU.
 
     Args:
         wheel: folder of the unpacked wheel.

@@ -24,16 +24,16 @@ def load_without_package(wheel: Path, name: str, stand_ins: Mapping[str, ModuleT
     """
     if not (wheel / f"{name.replace('.', '/')}.py").exists():
         raise FileNotFoundError(f"--sglang: expected an unpacked wheel with {name.replace('.', '/')}.py, got {wheel}")
-    for module in (name, *stand_ins):
-        for package in _packages(module):
+    for dotted_name in (name, *stand_ins):
+        for package in _packages(dotted_name):
             sys.modules[package] = empty = ModuleType(package)
             empty.__path__ = [str(wheel / package.replace(".", "/"))]
     sys.modules |= stand_ins
     try:
         return importlib.import_module(name)
     finally:
-        for loaded in [loaded for loaded in sys.modules if loaded.partition(".")[0] == "sglang"]:
-            del sys.modules[loaded]
+        for module_name in [module_name for module_name in sys.modules if module_name.partition(".")[0] == "sglang"]:
+            del sys.modules[module_name]
 
 
 def _packages(name: str) -> list[str]:

@@ -15,9 +15,9 @@ def format_table(rows: Sequence[Result], skipped: dict[str, str], failures: Sequ
     settings = list(dict.fromkeys((row["model"], row["dtype"], row["threads"]) for row in rows))
     blocks = []
     for model, dtype, threads in settings:
-        chosen = [row for row in rows if (row["model"], row["dtype"], row["threads"]) == (model, dtype, threads)]
+        setting_rows = [row for row in rows if (row["model"], row["dtype"], row["threads"]) == (model, dtype, threads)]
         title = f"{model}, {dtype}, {threads} thread{'s' if threads > 1 else ''}: wall (CPU) time, medians"
-        blocks.append("\n".join([title, *_lines(chosen), *_first_tokens(chosen)]))
+        blocks.append("\n".join([title, *_format_lines(setting_rows), *_format_first_tokens(setting_rows)]))
     notes = [f"skipped {engine}: {_shorten(reason)}" for engine, reason in skipped.items()]
     notes += [f"FAILED {_shorten(failure)}" for failure in failures]
     return "\n\n".join([*blocks, "\n".join(notes)]).rstrip()
@@ -25,24 +25,26 @@ def format_table(rows: Sequence[Result], skipped: dict[str, str], failures: Sequ
 
 def _shorten(message: str) -> str:
     """Keep the first line and the last, which has the exception; the result file has the whole message."""
-    first, *others = message.splitlines()
-    return f"{first} {others[-1]}" if others else first
+    first, *later_lines = message.splitlines()
+    return f"{first} {later_lines[-1]}" if later_lines else first
 
 
-def _lines(rows: Sequence[Result]) -> list[str]:
+def _format_lines(rows: Sequence[Result]) -> list[str]:
     engines = list(dict.fromkeys(engine for row in rows for engine in row["engines"]))
     cells = [["", *engines, "ours / best", "CPU", "limit", "ours / limit"]]
     for row in rows:
         times = [format_time(row["unit"], row["engines"].get(engine)) for engine in engines]
-        wall, cpu = (
-            "-" if ratio is None else f"{ratio:.2f} {best}"
-            for ratio, best in ((row["ratio"], row["best_peer"]), (row["cpu_ratio"], row["cpu_best_peer"]))
-        )
+        wall = _format_ratio(row["ratio"], row["best_peer"])
+        cpu = _format_ratio(row["cpu_ratio"], row["cpu_best_peer"])
         cells.append([row["title"], *times, wall, cpu, *_limit(row)])
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
     rule = "-" * max(map(len, lines))
     return [rule, lines[0], rule, *lines[1:], rule]
+
+
+def _format_ratio(ratio: float | None, best_peer: str | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f} {best_peer}"
 
 
 def _limit(row: Result) -> tuple[str, str]:
@@ -79,12 +81,12 @@ def format_time(unit: str, summary: Result | None) -> str:
     return f"{wall_s:.2f} s ({cpu_s:.2f})"
 
 
-def _first_tokens(rows: Sequence[Result]) -> list[str]:
+def _format_first_tokens(rows: Sequence[Result]) -> list[str]:
     counted: dict[str, tuple[int, int]] = {}
     for row in rows:
         for engine, each in row["engines"].items():
             tokens, different = counted.get(engine, (0, 0))
             counted[engine] = (tokens + each["first_tokens"], different + each["different_first_tokens"])
-    others = [f"{engine} {different} of {tokens}" for engine, (tokens, different) in counted.items() if different]
-    summary = ", ".join(others) if others else f"none of {sum(tokens for tokens, _ in counted.values())}"
+    differing = [f"{engine} {different} of {tokens}" for engine, (tokens, different) in counted.items() if different]
+    summary = ", ".join(differing) if differing else f"none of {sum(tokens for tokens, _ in counted.values())}"
     return [f"first tokens that differ from those of most engines: {summary}"] if counted else []

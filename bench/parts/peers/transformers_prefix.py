@@ -20,8 +20,8 @@ Tokens = npt.NDArray[np.uint32]
 class TransformersPrefix:
     """The same model run by transformers with SDPA, with K and V of one long prompt in its cache.
 
-    It computes inside `running`, which replaces our attention and kernels by those of transformers. That takes
-    milliseconds, so only calls inside the `with` statement should be timed.
+    It computes inside `running`, which replaces our attention and kernels by those of transformers. The replacement
+    takes milliseconds, so only calls inside the `with` statement should be timed.
 
     Args:
         model: a model with our attention and kernels.
@@ -37,7 +37,7 @@ class TransformersPrefix:
         self._step_tokens = step_tokens
         self._cache = DynamicCache()
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._num_known = 0  # tokens whose K and V are in `_layers`
+        self._num_computed = 0  # tokens whose K and V are in `_layers`
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -51,12 +51,12 @@ class TransformersPrefix:
 
     def restore(self, num_tokens: int) -> None:
         """Fill the cache with K and V of the first `num_tokens` tokens of the prompt, and nothing else."""
-        if num_tokens > self._num_known:
-            self._fill(self._num_known)
-            for start in range(self._num_known, num_tokens, self._step_tokens):
+        if num_tokens > self._num_computed:
+            self._fill(self._num_computed)
+            for start in range(self._num_computed, num_tokens, self._step_tokens):
                 self.logits(self._tokens[start : min(num_tokens, start + self._step_tokens)], start)
             self._layers = [(layer.keys, layer.values) for layer in self._cache.layers]
-            self._num_known = num_tokens
+            self._num_computed = num_tokens
         self._fill(num_tokens)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

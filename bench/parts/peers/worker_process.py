@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import tempfile
 import threading
@@ -36,7 +37,7 @@ class WorkerProcess:
     It has its own session, so Ctrl-C at the terminal reaches only the benchmark.
 
     Args:
-        name: name in messages.
+        name: names the worker in messages.
         command, environment: how it is started.
         timeout_s: a worker that prints no line for longer is killed.
     """
@@ -48,7 +49,7 @@ class WorkerProcess:
         self._command = list(command)
         self._environment = dict(environment)
         self._timeout_s = timeout_s
-        self._is_late = False
+        self._has_timed_out = False
         self._stderr: IO[bytes] | None = None
         self._process: subprocess.Popen[str] | None = None
 
@@ -91,9 +92,9 @@ class WorkerProcess:
         Raises:
             WorkerFailed: the worker ended, printed another line, or none in time.
         """
-        ready = self._read()
+        ready = self._read_line()
         if not isinstance(ready, Ready):
-            raise WorkerFailed(f"{self.name}: expected to get ready, got {ready}")
+            raise WorkerFailed(f"{self.name}: expected a line with ready, got {ready}")
         return ready
 
     def run(self, task: Task) -> PeerMeasurement:
@@ -104,18 +105,18 @@ class WorkerProcess:
         """
         assert self._process is not None
         assert self._process.stdin is not None
-        before_s = cpu_s(self._process.pid)
+        cpu_before_s = cpu_s(self._process.pid)
         try:
             self._process.stdin.write(task.to_line())
             self._process.stdin.flush()
         except OSError:
-            pass  # its end is reported below, with its stderr
-        done = self._read()
+            pass  # the worker has ended, which is reported below, with its stderr
+        done = self._read_line()
         if not isinstance(done, Done):
             raise WorkerFailed(f"{self.name}: {done}")
         if [len(ids) for ids in done.token_ids] != [task.new_tokens] * len(task.prompts):
             raise WorkerFailed(f"{self.name}: the number of tokens of a prompt is not {task.new_tokens}")
-        return PeerMeasurement(done, cpu_s(self._process.pid) - before_s)
+        return PeerMeasurement(done, cpu_s(self._process.pid) - cpu_before_s)
 
     def stop(self) -> None:
         """Stop the worker: close its stdin, wait, and kill it after a timeout. Calling it again does nothing."""
@@ -125,7 +126,7 @@ class WorkerProcess:
             assert process.stdout is not None
             tree = tree_of(process.pid, read_processes())
             try:
-                with contextlib.suppress(OSError):  # it ended without reading a task
+                with contextlib.suppress(OSError):  # the worker ended without reading a task
                     process.stdin.close()  # the worker's loop ends with its stdin
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_STOP_TIMEOUT_S)
@@ -136,18 +137,18 @@ class WorkerProcess:
         if self._stderr is not None:
             self._stderr.close()
 
-    def _read(self) -> Ready | Done | str:
+    def _read_line(self) -> Ready | Done | str:
         assert self._process is not None
         assert self._process.stdout is not None
-        limit = threading.Timer(self._timeout_s, self._kill)
-        limit.start()
+        timer = threading.Timer(self._timeout_s, self._kill_after_timeout)
+        timer.start()
         try:
             line = self._process.stdout.readline()
         finally:
-            limit.cancel()
+            timer.cancel()
         if not line:
             status = self._process.wait()
-            if self._is_late:
+            if self._has_timed_out:
                 raise WorkerFailed(f"{self.name}: expected a line within {self._timeout_s:g} s, got none")
             raise WorkerFailed(
                 f"{self.name}: ended with exit status {status}; its stderr ends with:\n{self._end_of_stderr()}"
@@ -157,13 +158,13 @@ class WorkerProcess:
         except ValueError as error:
             raise WorkerFailed(f"{self.name}: {error}") from None
 
-    def _kill(self) -> None:
+    def _kill_after_timeout(self) -> None:
         assert self._process is not None
-        self._is_late = True
+        self._has_timed_out = True
         kill(tree_of(self._process.pid, read_processes()))
 
     def _end_of_stderr(self) -> str:
         assert self._stderr is not None
-        end = self._stderr.seek(0, 2)
-        self._stderr.seek(max(0, end - _SHOWN_STDERR_BYTES))
+        num_bytes = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, num_bytes - _SHOWN_STDERR_BYTES))
         return self._stderr.read().decode(errors="replace").strip() or "(nothing)"

@@ -83,4 +83,4 @@ def test_a_pool_must_hold_a_request_and_the_copy_of_a_block() -> None:
     block_size = CacheConfig().block_size
     traffic = traffics(1, 1, 2 * block_size - 10, 9, 1)[0]
     pools = [traffic._replace(pool_tokens=num) for num in (2 * block_size, 3 * block_size - 1, 3 * block_size)]
-    assert [each.has_room for each in pools] == [False, False, True]
+    assert [each.pool_holds_request for each in pools] == [False, False, True]

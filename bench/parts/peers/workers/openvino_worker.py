@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from bench.parts.peers.workers.loop import WorkerOptions, work
+from bench.parts.peers.workers.loop import WorkerOptions, run_worker
 from bench.parts.peers.workers.task import Done, Task
 
 _PRECISION = {"float32": "f32", "bfloat16": "bf16"}
@@ -19,26 +19,27 @@ _MODULE = "bench.parts.peers.workers.openvino_worker"
 
 
 class OpenVino:
-    """A pipeline whose K/V have the model's own type: its default on a CPU is 8 bits, which changes answers.
+    """A pipeline whose K/V have the model's own dtype. OpenVINO's default on a CPU is 8 bits, which changes answers.
 
-    If it refuses bfloat16, as on a CPU without instructions for it, it computes and stores K/V in float32.
+    If OpenVINO refuses bfloat16, as on a CPU without instructions for it, it computes and stores K/V in float32.
     """
 
     packages = ("openvino", "openvino-genai")
 
     def __init__(self, options: WorkerOptions) -> None:
-        # 2026.4.1 divides by zero while it compiles bfloat16 for AMX with one thread.
+        # Another process tries first, because it may die of a signal: OpenVINO 2026.4.1 divides by zero while
+        # compiling bfloat16 for AMX with one thread.
         trial_arguments = f"{str(options.model)!r}, {options.dtype!r}, {options.threads}"
-        trial = f"from {_MODULE} import build_pipeline; build_pipeline({trial_arguments})"
-        status = subprocess.run([sys.executable, "-c", trial], check=False, capture_output=True).returncode
-        refuses = status > 0 and options.dtype == "bfloat16"
-        dtype = "float32" if refuses else options.dtype
+        trial_code = f"from {_MODULE} import build_pipeline; build_pipeline({trial_arguments})"
+        exit_status = subprocess.run([sys.executable, "-c", trial_code], check=False, capture_output=True).returncode
+        refuses_bfloat16 = exit_status > 0 and options.dtype == "bfloat16"
+        dtype = "float32" if refuses_bfloat16 else options.dtype
         self.notes = [f"in process; KV_CACHE_PRECISION={_PRECISION[dtype]}, whose default is u8"]
-        if refuses:
+        if refuses_bfloat16:
             self.notes.append("refuses bfloat16 on this CPU: computes in float32")
-        if status < 0:
+        if exit_status < 0:
             os.environ["ONEDNN_MAX_CPU_ISA"] = _NO_AMX
-            self.notes.append(f"died of signal {-status} with {options.threads} thread: measured without AMX")
+            self.notes.append(f"died of signal {-exit_status} with {options.threads} thread: measured without AMX")
         self._pipeline = build_pipeline(str(options.model), dtype, options.threads)
         self._num_requests = 0
 
@@ -93,4 +94,4 @@ def build_pipeline(model: str, dtype: str, threads: int) -> Any:
 
 
 if __name__ == "__main__":
-    work(OpenVino)
+    run_worker(OpenVino)

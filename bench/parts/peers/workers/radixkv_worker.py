@@ -7,7 +7,7 @@ import queue
 import time
 from typing import TYPE_CHECKING
 
-from bench.parts.peers.workers.loop import WorkerAnswer, WorkerOptions, run_in_threads, work
+from bench.parts.peers.workers.loop import WorkerAnswer, WorkerOptions, run_in_threads, run_worker
 from bench.parts.peers.workers.task import Done, Task
 from bench.parts.server_process import ServerProcess, serve_command
 
@@ -33,7 +33,7 @@ class RadixKV:
             serve_command(str(options.model), "cpu", settings), start_timeout_s=_START_TIMEOUT_S
         )
         self._address = self._server.__enter__()
-        self._idle: queue.SimpleQueue[Client] = queue.SimpleQueue()
+        self._idle_clients: queue.SimpleQueue[Client] = queue.SimpleQueue()
         self._clients: list[Client] = []
         self.notes = ["over gRPC, server and client in processes of their own"]
 
@@ -45,11 +45,11 @@ class RadixKV:
         while len(self._clients) < task.at_once:
             client = Client(self._address, options=[("grpc.use_local_subchannel_pool", 1)], timeout_s=_START_TIMEOUT_S)
             self._clients.append(client)
-            self._idle.put(client)
+            self._idle_clients.put(client)
         return run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens))
 
     def _ask(self, prompt: list[int], new_tokens: int) -> WorkerAnswer:
-        client = self._idle.get()
+        client = self._idle_clients.get()
         try:
             start_s = time.perf_counter()
             if new_tokens == 1:
@@ -64,7 +64,7 @@ class RadixKV:
                 token_ids += chunk.token_ids
             return WorkerAnswer(first_s, token_ids, cached_tokens)
         finally:
-            self._idle.put(client)
+            self._idle_clients.put(client)
 
     def close(self) -> None:
         """Close the connections and stop the server."""
@@ -74,4 +74,4 @@ class RadixKV:
 
 
 if __name__ == "__main__":
-    work(RadixKV)
+    run_worker(RadixKV)

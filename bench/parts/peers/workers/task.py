@@ -77,11 +77,11 @@ def from_line(line: str) -> Ready | Done | str:
     Raises:
         ValueError: the line is none of the three.
     """
-    kinds: dict[str, Any] = {"ready": lambda value: Ready(**value), "done": lambda value: Done(**value), "error": str}
+    parsers: dict[str, Any] = {"ready": lambda value: Ready(**value), "done": lambda value: Done(**value), "error": str}
     try:
         message = json.loads(line)
         [(kind, value)] = message.items()
-        read: Ready | Done | str = kinds[kind](value)
+        parsed: Ready | Done | str = parsers[kind](value)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"worker: expected a line with ready, done or error, got {line[:200]!r}") from None
-    return read
+    return parsed

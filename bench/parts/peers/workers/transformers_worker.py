@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from bench.parts.peers.cache_keyword import cache_keyword
-from bench.parts.peers.workers.loop import WorkerEngine, WorkerOptions, work
+from bench.parts.peers.workers.loop import WorkerEngine, WorkerOptions, run_worker
 from bench.parts.peers.workers.task import Done, Task
 
 _PAGE_TOKENS = 256
@@ -57,20 +57,20 @@ class Generate:
 
         cache = DynamicCache()
         with torch.inference_mode():
-            cached = {cache_keyword(self._model): cache}
-            self._model(input_ids=torch.tensor([prefix]), use_cache=True, logits_to_keep=1, **cached)
+            cache_argument = {cache_keyword(self._model): cache}
+            self._model(input_ids=torch.tensor([prefix]), use_cache=True, logits_to_keep=1, **cache_argument)
         self._prefix = prefix
         self._cache = cache
 
     def _generate(self, prompts: list[list[int]], new_tokens: int, shared_tokens: int) -> tuple[float, list[list[int]]]:
         import torch
 
-        clock, cached = _FirstToken(), {}
+        first_token, cache_argument = _FirstToken(), {}
         start_s = time.perf_counter()
         if shared_tokens:
             if any(prompt[:shared_tokens] != self._prefix for prompt in prompts):
                 raise ValueError("shared_tokens: the cache was filled with another prefix")
-            cache = cached[cache_keyword(self._model)] = copy.deepcopy(self._cache)
+            cache = cache_argument[cache_keyword(self._model)] = copy.deepcopy(self._cache)
             if len(prompts) > 1:
                 cache.batch_repeat_interleave(len(prompts))
         ids = torch.tensor(prompts)
@@ -81,11 +81,11 @@ class Generate:
                 max_new_tokens=new_tokens,
                 min_new_tokens=new_tokens,
                 do_sample=False,
-                logits_processor=[clock],
-                **cached,
+                logits_processor=[first_token],
+                **cache_argument,
             )
-        assert clock.at_s is not None
-        return clock.at_s - start_s, output[:, ids.shape[1] :].tolist()
+        assert first_token.at_s is not None
+        return first_token.at_s - start_s, output[:, ids.shape[1] :].tolist()
 
     def close(self) -> None:
         """Do nothing: the model ends with the process."""
@@ -111,7 +111,7 @@ class Batching:
 
     def run(self, task: Task) -> Done:
         """Pass the prompts to the manager."""
-        waiting = list(enumerate(task.prompts))[::-1]
+        waiting = list(enumerate(task.prompts))[::-1]  # the next prompt is the last element
         indices: dict[str, int] = {}
         added_s: dict[int, float] = {}
         first_s: dict[int, float] = {}
@@ -161,4 +161,4 @@ def start(options: WorkerOptions) -> WorkerEngine:
 
 
 if __name__ == "__main__":
-    work(start)
+    run_worker(start)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from bench.parts.peers.workers.http_engine import HttpEngine, free_port
-from bench.parts.peers.workers.loop import WorkerAnswer, WorkerOptions, run_in_threads, work
+from bench.parts.peers.workers.loop import WorkerAnswer, WorkerOptions, run_in_threads, run_worker
 from bench.parts.peers.workers.task import Done, Task
 
 _KV_GIB = "1"
@@ -65,4 +65,4 @@ class Vllm:
 
 
 if __name__ == "__main__":
-    work(Vllm)
+    run_worker(Vllm)

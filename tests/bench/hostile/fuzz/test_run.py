@@ -3,8 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.hostile.fuzz import raw_bytes
 from bench.hostile.fuzz.mutations import METHODS, SEEDS
 from bench.hostile.fuzz.run import FuzzResult, fuzz, make_server
+from radixkv.v1.prefill_pb2 import PrefillRequest
 
 PROTO = Path(__file__).parents[4] / "proto"
 
@@ -17,6 +19,12 @@ def test_all_methods_but_drain_are_fuzzed_with_messages_of_their_type():
     assert {path: each.DESCRIPTOR.full_name for path, each in SEEDS.items()} == {
         path: METHODS[path].input_type.full_name for path in SEEDS
     }
+
+
+def test_raw_calls_that_are_cut_or_flipped_begin_as_a_valid_call():
+    is_compressed, length, message = raw_bytes._MESSAGE[0], raw_bytes._MESSAGE[1:5], raw_bytes._MESSAGE[5:]
+    assert (is_compressed, int.from_bytes(length, "big")) == (0, len(message))
+    assert PrefillRequest.FromString(message).token_ids == [1]
 
 
 def test_mutated_messages_and_raw_bytes_get_documented_statuses_only():

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.parts.peers.workers.loop import WorkerAnswer, WorkerOptions, run_in_threads, work
+from bench.parts.peers.workers.loop import WorkerAnswer, WorkerOptions, run_in_threads, run_worker
 from bench.parts.peers.workers.task import Done, Task
 
 
@@ -54,4 +54,4 @@ class Sums:
 
 
 if __name__ == "__main__":
-    work(Sums)
+    run_worker(Sums)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from bench.parts.peers.machine_limits import Machine, ModelWork, least_time, measure_machine
+from bench.parts.peers.machine_limits import Machine, ModelWork, measure_machine, min_time_s
 from bench.parts.peers.rows import build_rows
 
 INFINITE = float("inf")
@@ -25,19 +25,19 @@ def test_the_longer_of_memory_and_arithmetic_time_counts() -> None:
 
 def test_a_decoded_token_reads_weights_and_keys_once() -> None:
     memory_bound = Machine(bytes_per_s=1.0, operations_per_s=INFINITE, element_bytes=2)
-    assert least_time(build_rows()["decode"], memory_bound) == 2 * (WEIGHTS + KV_ELEMENTS * (2048 + 64 + 32))
+    assert min_time_s(build_rows()["decode"], memory_bound) == 2 * (WEIGHTS + KV_ELEMENTS * (2048 + 64 + 32))
 
 
 def test_simultaneous_requests_read_weights_and_prefix_once() -> None:
     memory_bound = Machine(bytes_per_s=1.0, operations_per_s=INFINITE, element_bytes=1)
     row = dataclasses.replace(build_rows()["shared"], new_tokens=2)
     prefill, decode = WEIGHTS + KV_ELEMENTS * (2048 + 16 * 64), WEIGHTS + KV_ELEMENTS * (2048 + 16 * 65)
-    assert least_time(row, memory_bound) == prefill + decode
+    assert min_time_s(row, memory_bound) == prefill + decode
 
 
 def test_only_the_tokens_that_are_not_cached_are_computed() -> None:
     compute_bound = Machine(bytes_per_s=INFINITE, operations_per_s=1.0, element_bytes=4)
-    warm, cold = (least_time(build_rows()[name], compute_bound) for name in ("warm", "cold"))
+    warm, cold = (min_time_s(build_rows()[name], compute_bound) for name in ("warm", "cold"))
     # Of a warm prompt, the last 64 of 2,112 tokens are computed. A token attends to itself and all tokens before it.
     attention = LAYERS * 4 * HIDDEN  # operations per token and token that it attends to
     assert warm == 2 * 64 * LINEAR_WEIGHTS + 2 * HEAD_WEIGHTS + attention * sum(range(2049, 2113))
@@ -47,7 +47,7 @@ def test_only_the_tokens_that_are_not_cached_are_computed() -> None:
 def test_a_call_of_the_demo_is_a_share_of_its_step() -> None:
     compute_bound = Machine(bytes_per_s=INFINITE, operations_per_s=1.0, element_bytes=4)
     rows = build_rows()
-    assert least_time(rows["demo-16"], compute_bound) == pytest.approx(least_time(rows["demo-1"], compute_bound))
+    assert min_time_s(rows["demo-16"], compute_bound) == pytest.approx(min_time_s(rows["demo-1"], compute_bound))
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.hostile.attacks.frames import DATA, END_HEADERS, END_STREAM, HEADERS, RawConnection, block, frame
+from bench.hostile.attacks.frames import DATA, END_HEADERS, END_STREAM, HEADERS, RawConnection, frame, header_block
 from radixkv.service.server.server import SERVICES
 from radixkv.service.server.servicers.health import HealthListRequest, HealthListResponse, HealthServicer
 from radixkv.service.server.servicers.health_status import HealthStatus
@@ -105,7 +105,7 @@ def test_watchers_that_read_nothing_do_not_keep_a_server_from_draining() -> None
         async with serving(FakeEngine()) as (server, address):
             not_reading = await RawConnection.open(address)  # its flow-control window has no bytes for responses
             for stream in range(1, 41, 2):
-                not_reading.write(frame(HEADERS, END_HEADERS, stream, block("/grpc.health.v1.Health/Watch")))
+                not_reading.write(frame(HEADERS, END_HEADERS, stream, header_block("/grpc.health.v1.Health/Watch")))
                 not_reading.write(frame(DATA, END_STREAM, stream, bytes(5)))  # the prefix of an empty message
             async with grpc.aio.insecure_channel(address) as channel:
                 watch = health_pb2_grpc.HealthStub(channel).Watch(check_request(""))
