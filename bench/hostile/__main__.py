@@ -26,7 +26,7 @@ from typing import Any
 from bench.hostile.attacks.attack import Target
 from bench.hostile.attacks.by_name import ATTACKS
 from bench.hostile.trial import Trial, measure
-from bench.hostile.verdict import broken_bounds, memory_budget_mb
+from bench.hostile.verdict import broken_bounds, format_number, memory_budget_mb
 from bench.parts.environment import describe_run
 from bench.parts.peers.workers.http_engine import free_port
 from bench.parts.result_file import write_json
@@ -99,17 +99,13 @@ def _print_row(trial: Trial, broken: Sequence[str]) -> None:
     alone, attacked = trial.alone, trial.under_attack
     observed = {name: round(number, 1) for name, number in {**trial.prepared, **trial.observed}.items()}
     print(
-        f"{trial.attack:<15} {_format_number(alone.p50_ms):>9} {_format_number(alone.p99_ms):>7} "
-        f"{_format_number(attacked.p50_ms):>10} {_format_number(attacked.p99_ms):>8} "
+        f"{trial.attack:<15} {format_number(alone.p50_ms):>9} {format_number(alone.p99_ms):>7} "
+        f"{format_number(attacked.p50_ms):>10} {format_number(attacked.p99_ms):>8} "
         f"{attacked.refusals:>4}/{attacked.calls:<4} {trial.idle_mb:8.0f} {trial.peak_mb:6.0f} "
-        f"{trial.after_mb:6.0f} {_format_number(trial.idle_after_s):>6}  "
+        f"{trial.after_mb:6.0f} {format_number(trial.idle_after_s):>6}  "
         f"{', '.join(broken) or 'none'}; {observed}",
         flush=True,
     )
-
-
-def _format_number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
 
 
 if __name__ == "__main__":

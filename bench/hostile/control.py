@@ -21,7 +21,7 @@ from bench.hostile.attacker import AttackerProcess
 from bench.hostile.attacks.attack import Target
 from bench.hostile.attacks.by_name import ATTACKS
 from bench.hostile.trial import calls_alone, well_behaved_calls
-from bench.hostile.verdict import MAX_P99_RATIO
+from bench.hostile.verdict import MAX_P99_RATIO, format_number
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess
@@ -57,10 +57,11 @@ def _measure_and_print(name: str, seconds: float, *, has_low_priority: bool) -> 
     with process as address:
         row = asyncio.run(measure(name, Target(address, seconds), has_low_priority=has_low_priority))
     alone, attacked = row["alone"], row["under_attack"]
+    max_p99_ms = None if alone["p99_ms"] is None else MAX_P99_RATIO * alone["p99_ms"]
     print(
-        f"{name:<10} alone p50 {alone['p50_ms']:.1f} p99 {alone['p99_ms']:.1f} ms, "
-        f"attack p50 {attacked['p50_ms']:.1f} p99 {attacked['p99_ms']:.1f} ms, "
-        f"bound {MAX_P99_RATIO * alone['p99_ms']:.1f} ms, refused {attacked['refusals']}; {row['observed']}",
+        f"{name:<10} alone p50 {format_number(alone['p50_ms'])} p99 {format_number(alone['p99_ms'])} ms, "
+        f"attack p50 {format_number(attacked['p50_ms'])} p99 {format_number(attacked['p99_ms'])} ms, "
+        f"bound {format_number(max_p99_ms)} ms, refused {attacked['refusals']}; {row['observed']}",
         flush=True,
     )
     return row

@@ -48,3 +48,8 @@ def broken_bounds(trial: Trial, budget_mb: float) -> list[str]:
     if trial.idle_after_s is None or trial.idle_after_s > _MAX_TIME_TO_IDLE_S:
         broken.append(f"busy after {_MAX_TIME_TO_IDLE_S:g} s")
     return broken
+
+
+def format_number(value: float | None) -> str:
+    """Return a number with one decimal place; "-" if nothing was measured."""
+    return "-" if value is None else f"{value:.1f}"

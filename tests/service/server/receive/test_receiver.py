@@ -21,8 +21,8 @@ from bench.hostile.attacks.frames import (
     HEADERS,
     PREFACE,
     SETTINGS,
-    block,
     frame,
+    header_block,
 )
 from radixkv.errors import QueueFull
 from radixkv.service.client import AsyncClient
@@ -410,4 +410,4 @@ def prefill_frames(message: PrefillRequest) -> bytes:
     """Return the HTTP/2 frames of a call of Prefill on the stream 1."""
     body = message.SerializeToString()
     prefixed = b"\0" + len(body).to_bytes(4, "big") + body
-    return frame(HEADERS, END_HEADERS, 1, block(PREFILL)) + frame(DATA, END_STREAM, 1, prefixed)
+    return frame(HEADERS, END_HEADERS, 1, header_block(PREFILL)) + frame(DATA, END_STREAM, 1, prefixed)
