@@ -1,4 +1,4 @@
-"""Measures each store of blocks, compared with a bare copy, or a bare client, of the same bytes.
+"""Measures each store of blocks, compared with copying the same bytes, or with a bare client that transfers them.
 
 python -m bench.stores --disk DIRECTORY --redis redis://127.0.0.1:6379/0 --json stores.json
 
@@ -63,7 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     calls = "maximum number of loads of eight blocks in flight; default: all loads of a round"
     parser.add_argument("--calls", type=int, metavar="N", help=calls)
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--disk", type=Path, metavar="DIRECTORY", help="on the disk to measure; default the system's")
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        metavar="DIRECTORY",
+        help="directory on the disk to measure; default: the one for temporary files",
+    )
     parser.add_argument("--redis", metavar="URL", help="a running server, whose keys bare:* are overwritten")
     parser.add_argument("--mooncake", metavar="HOST:PORT", help="a running master")
     parser.add_argument("--json", type=Path, metavar="FILE")

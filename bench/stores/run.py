@@ -25,7 +25,8 @@ from radixkv.offload.tiers.tier import LoadedBlock, Miss, Tier
 
 BLOCK_SIZE = 64
 _BATCH = 8  # blocks of one call
-_KV_BYTES = 4  # of one number of a key, and one of a value
+_PARENT_KEY = bytes(32)  # any key; blocks are found by their own
+_KV_BYTES = 4  # an element of a key and an element of a value, 16 bits each
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class StoreRow:
         direction: save, load, or load cold.
         ratio: bytes per second of the store divided by those of its peer in the same round.
         store_gb_s, peer_gb_s: 10^9 bytes per second.
-        verified_ratio: the ratio to a peer that also computes checksums, but has no threads, keys and headers; None if
-            it was not measured.
+        verified_ratio: the `ratio` that the peer itself reaches if it also computes checksums. A store, which has
+            threads, keys and headers in addition, can hardly exceed it. None if it was not measured.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Blocks:
         for start in range(0, len(self._keys), _BATCH):
             batch = slice(start, start + _BATCH)
             blocks = zip(self._keys[batch], self._tokens[batch], self.payloads[batch], strict=True)
-            objects = [BlockObject(key, bytes(32), 0, tokens, payload) for key, tokens, payload in blocks]
+            objects = [BlockObject(key, _PARENT_KEY, 0, tokens, payload) for key, tokens, payload in blocks]
             pending.append(tier.save(objects))
         if any(each.result() is None for each in pending):
             raise RuntimeError("store: expected all blocks to be saved, got an error")
@@ -92,7 +93,8 @@ class Blocks:
     def load(self, tier: Tier, *, copies: bool) -> None:
         """Load and verify all blocks, and copy them into the pool if requested, while others are loaded."""
         loading: deque[tuple[int, Future[list[LoadedBlock | Miss]]]] = deque()
-        loaded_blocks: list[LoadedBlock] = []  # all blocks of a round, since the peer fills as much memory
+        # The blocks of a round are released at its end, so that the store fills as much memory as its peer.
+        loaded_blocks: list[LoadedBlock] = []
         for start in range(0, len(self._keys), _BATCH):
             if len(loading) == self._max_calls:
                 loaded_blocks += self._wait_and_copy(*loading.popleft(), copies=copies)

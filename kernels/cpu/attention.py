@@ -1,13 +1,13 @@
 """Computes paged attention on a CPU: torch's fused attention over pieces of the keys, merged.
 
-    pieces of a row   [ unit 0 )[ unit 1 )[ part )[ tail )      attended one by one, merged in this order
+    keys of a row   [ unit 0 )[ unit 1 )[ part of a unit )[ tail )     pieces, attended one by one, merged in this order
 
 `attention_plan` splits the keys at fixed positions and joins rows of requests that share blocks. The bits of an output
 row depend only on the prefix of its token: the fused attention sums each row in an order that depends only on its keys,
-with three exceptions. It computes blocks of 32 rows or more, and sums one to three remaining rows in another order, so
-the number of rows is padded to a multiple of 16. In half precision, the summation order depends on the number of rows
-unless the number of terms is a multiple of 32, so sums are padded to that. The sums of a single matmul may be split
-among threads, so `_attend` computes it twice.
+with three exceptions. It computes rows in blocks of at least 32, and sums the rows of a last block of fewer than four
+rows in another order, so the number of rows is padded to a multiple of 16. In half precision, the summation order
+depends on the number of rows unless the number of terms is a multiple of 32, so sums are padded to that. The sums of a
+single matmul may be split among threads, so `_attend` passes it twice, as a batch of two.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def paged_attention(
             bfloat16 or float16. K and V are rounded to this dtype.
         pool: the K/V; the suffix is already written.
         layer: index into the pool's layers.
-        groups: `plan_cpu_attention` of the batch, for `spec_of` these arguments.
+        groups: the plan: `plan_cpu_attention(batch, spec_of(query, pool, scoring))`.
         scoring: how scores are computed, and which keys a query attends to.
 
     Returns:
@@ -265,8 +265,8 @@ def replace_by_shares(lses: torch.Tensor) -> torch.Tensor:
             come last: its tail, and its sink if there are sinks.
     """
     weights = lses.sub_(lses.amax(0))
-    for piece in torch.split(weights.view(-1), ELEMENTS_PER_CALL):
-        piece.exp_()
+    for chunk in torch.split(weights.view(-1), ELEMENTS_PER_CALL):
+        chunk.exp_()
     total = weights[0].clone()
     for weight in weights[1:].unbind():
         total.add_(weight)

@@ -184,7 +184,7 @@ class KVStorage:
                 pool_shape.head_dim,
                 dtype=pool_shape.dtype,
                 device=device,
-                # A pool without layers is by layer, because torch can't view blocks of no bytes with another dtype.
+                # A pool without layers is layer-major: torch can't view blocks of 0 bytes with another dtype.
                 is_by_layer=is_by_layer or not pool_shape.num_layers,
                 is_latent=pool_shape.is_latent,
             )
@@ -206,7 +206,7 @@ class KVStorage:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blocks and parts that can be used at once."""
+        """Bytes of the blocks, and of as many parts as can be used at the same time."""
         num_parts = self.num_parts if self.num_dedicated_parts is None else self.num_dedicated_parts
         return self.num_blocks * self.block_bytes + num_parts * self.part_bytes
 
@@ -215,7 +215,7 @@ class LayersByPool(NamedTuple):
     """The layers of each pool.
 
     Attributes:
-        whole: the layers of each pool whose layers store every token; one empty tuple if there are none.
+        whole: the layers of each pool whose layers store every token; `((),)` if no layer does.
         windowed: the layers of each pool of windowed layers.
     """
 

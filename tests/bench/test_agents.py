@@ -44,7 +44,7 @@ def test_a_control_that_evicts_is_refused() -> None:
         ttft_of_hits(control)
 
 
-def test_turns_are_measured_without_requests_outside_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_sends_its_prompts_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "_PAUSE_S", 0)
     sent: list[tuple[int, dict[str, Any]]] = []  # the length and the options of each prompt
 
@@ -55,7 +55,7 @@ def test_turns_are_measured_without_requests_outside_their_session(monkeypatch: 
 
     client: Any = FakeClient()
     play = Play(client, Prompts(1), names_sessions=True, wait_s=0.001)
-    asyncio.run(play.session("a", 100, 2, 0.0))
+    asyncio.run(play.session("a", 100, 2, 0.0))  # a first prompt of 100 tokens, and two more after tool calls
     named = {"session_id": "a", "awaits": Awaits.TOOL}
     assert sent == [(100, named), (260, named), (420, named)]
     assert [turn.context_tokens for turn in play.turns] == [100, 260]

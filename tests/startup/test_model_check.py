@@ -82,10 +82,10 @@ def test_the_tolerance_is_the_distance_between_two_transformers_implementations(
 ) -> None:
     """The tolerance is at least the usual one, 0.05, and at most twice that."""
     model = model_at_distance(our_distance)
-    own_logits = model_check._transformers_logits
+    transformers_logits = model_check._transformers_logits
 
     def distant_logits(model: Model, tokens: bytes, ends: list[int], attention: str = "eager") -> torch.Tensor:
-        logits = own_logits(model, tokens, ends)
+        logits = transformers_logits(model, tokens, ends)
         return logits * (1 + sdpa_distance) if attention == "sdpa" else logits
 
     monkeypatch.setattr(model_check, "_transformers_logits", distant_logits)
@@ -96,7 +96,7 @@ def test_the_tolerance_is_the_distance_between_two_transformers_implementations(
             check_model(model, TorchKernels(), 16)
 
 
-def test_a_model_whose_second_implementation_fails_reports_its_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_second_implementation_the_usual_tolerance_applies(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_at_distance(0.07)
     monkeypatch.setattr(type(model.module), "_supports_sdpa", False)
     with pytest.raises(UnsupportedModel, match=r"expected a relative distance of at most 0\.05, got 0\.0[678]"):
