@@ -1,8 +1,9 @@
-"""Runs `radixkv serve` with an audit of the cache four times per second and at the end, and prints its result last.
+"""Runs `radixkv serve` with an audit of the cache four times per second and at the end.
 
-The address of the metrics port, if there is one, is printed on stderr.
+The result of the audit is the last line on stdout. The address of the metrics port, if there is one, is printed on
+stderr.
 
-python -m tests.whole.checked_server --set cache.capacity_tokens=8192
+    python -m tests.whole.checked_server --set cache.capacity_tokens=8192
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from radixkv.service.server.optional_services import optional_services
 from radixkv.service.server.server import run
 from radixkv.startup.build_engine import build_engine
 
-_PERIOD_S = 0.25
+_AUDIT_PERIOD_S = 0.25
 
 
-def recount(engine: Engine, is_over: threading.Event) -> None:
-    """Audit the cache repeatedly, and end the process if it is inconsistent."""
-    while not is_over.wait(_PERIOD_S):
+def audit_repeatedly(engine: Engine, is_over: threading.Event) -> None:
+    """Audit the cache until the event is set. If an audit fails, print its error on stdout and audit no more."""
+    while not is_over.wait(_AUDIT_PERIOD_S):
         if engine.is_healthy:
             try:
                 engine.check().result()
@@ -32,8 +33,9 @@ def recount(engine: Engine, is_over: threading.Event) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until SIGTERM."""
-    config = Config.load(settings=["server.port=0", *arguments[1::2]])
+    """Serve until SIGTERM. The arguments are settings, each after a `--set`."""
+    settings = arguments[1::2]
+    config = Config.load(settings=["server.port=0", *settings])
     telemetry = Telemetry(config)
     with telemetry.serving() as metrics_address:
         if metrics_address is not None:
@@ -41,7 +43,7 @@ def main(arguments: list[str]) -> None:
         engine = build_engine(config, telemetry.observers)
         telemetry.watch(engine)
         is_over = threading.Event()
-        thread = threading.Thread(target=recount, args=(engine, is_over))
+        thread = threading.Thread(target=audit_repeatedly, args=(engine, is_over))
         thread.start()
         services = optional_services(engine, config)
         run(engine, config.server, config.model.path, services, config.gateway.tenant, telemetry.count_refusal)

@@ -1,4 +1,7 @@
-"""Runs `radixkv serve` in a forked process, for tests of its results. Tests of its startup run the command itself."""
+"""Runs `radixkv serve` in a forked process, for tests of what a server answers.
+
+Tests of its startup run the command itself, which takes longer because it imports all modules.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     python -m tests.whole.http_accounting --calls 10000
 
 Conversations grow, branch and return in two namespaces, with breakpoints at random places. The oracle remembers the
-tokens of every prompt of a namespace: what is cached of a prompt is at most, and without evictions exactly, its longest
-common prefix with one of them.
+tokens of every prompt of a namespace: the cached part of a prompt is at most, and without evictions exactly, the
+longest prefix that the prompt has in common with an earlier one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.whole.forked_server import serving
 _WORDS = ("shade", "sun", "rain", "soil", "seed", "root", "leaf", "bee")
 _TTLS = ("5m", "1h")
 _MAX_BREAKPOINTS = 4
-_TOKENS_PER_CALL = 256  # of the pool, so that nothing is evicted: a branch begins a new block
+_POOL_TOKENS_PER_CALL = 256  # more than a call adds on average, with whole blocks at branches: nothing is evicted
 _MIN_FREE_BLOCKS = 8
-_MAX_SHOWN = 10
+_MAX_SHOWN_OUTCOMES = 10
 
 
 class PrefixOracle:
@@ -36,8 +36,8 @@ class PrefixOracle:
     def __init__(self) -> None:
         self._root: dict[int, Any] = {}
 
-    def num_known(self, token_ids: list[int]) -> int:
-        """Return the length of the longest known prefix."""
+    def count_known_tokens(self, token_ids: list[int]) -> int:
+        """Return the length of the longest prefix of a prompt that is also a prefix of an added one."""
         node = self._root
         for index, token_id in enumerate(token_ids):
             if token_id not in node:
@@ -53,51 +53,54 @@ class PrefixOracle:
 
 
 class Conversations:
-    """Random conversations: new ones, and further or other turns of earlier ones."""
+    """Random conversations: new ones, continued ones, and ones that branch from an earlier one."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._earlier: list[list[dict[str, Any]]] = []
+        self._earlier_messages: list[list[dict[str, Any]]] = []
 
     def next(self) -> dict[str, Any]:
         """Return the system prompt and the messages of a request, with breakpoints."""
-        choose = self._random
-        messages = (
-            [_copy(each) for each in choose.choice(self._earlier)] if self._earlier and choose.random() < 0.7 else []
-        )
-        if messages and choose.random() < 0.3:
-            del messages[choose.randrange(len(messages)) :]
+        rng = self._random
+        messages = []
+        if self._earlier_messages and rng.random() < 0.7:
+            messages = [_copy(each) for each in rng.choice(self._earlier_messages)]
+        if messages and rng.random() < 0.3:
+            del messages[rng.randrange(len(messages)) :]  # the conversation branches here
         if len(messages) % 2:
             messages.append(self._message("assistant"))
         messages.append(self._message("user"))
         if len(messages) < 8:
-            self._earlier = [*self._earlier[-200:], [_copy(each) for each in messages]]
-        system = [{"type": "text", "text": f"Answer in the style of number {choose.randrange(3)}."}]
+            self._earlier_messages = [*self._earlier_messages[-200:], [_copy(each) for each in messages]]
+
+        system = [{"type": "text", "text": f"Answer in the style of number {rng.randrange(3)}."}]
         blocks = [*system, *(block for message in messages for block in message["content"])]
-        num_breakpoints = min(choose.randrange(_MAX_BREAKPOINTS + 1), len(blocks))
-        places = sorted(choose.sample(range(len(blocks)), num_breakpoints))
-        for place, ttl in zip(places, sorted(choose.choices(_TTLS, k=num_breakpoints)), strict=True):
-            blocks[place]["cache_control"] = {"type": "ephemeral", "ttl": ttl}
+        num_breakpoints = min(rng.randrange(_MAX_BREAKPOINTS + 1), len(blocks))
+        block_indices = sorted(rng.sample(range(len(blocks)), num_breakpoints))
+        ttls = sorted(rng.choices(_TTLS, k=num_breakpoints))  # the API demands those of an hour first
+        for index, ttl in zip(block_indices, ttls, strict=True):
+            blocks[index]["cache_control"] = {"type": "ephemeral", "ttl": ttl}
         return {"system": system, "messages": messages}
 
     def _message(self, role: str) -> dict[str, Any]:
-        choose = self._random
-        words = [choose.choices(_WORDS, k=choose.randrange(1, 9)) for _ in range(choose.randrange(1, 3))]
-        return {"role": role, "content": [{"type": "text", "text": " ".join(each)} for each in words]}
+        rng = self._random
+        texts = [" ".join(rng.choices(_WORDS, k=rng.randrange(1, 9))) for _ in range(rng.randrange(1, 3))]
+        return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
 
 
 def _copy(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a message without its breakpoints."""
     blocks = [{"type": "text", "text": block["text"]} for block in message["content"]]
     return {"role": message["role"], "content": blocks}
 
 
-def check(usage: dict[str, Any], token_ids: list[int], num_known: int, has_breakpoint: bool) -> str:
-    """Return what is wrong with a usage; empty if nothing is."""
-    plain, created, read = (
+def find_mistake(usage: dict[str, Any], token_ids: list[int], num_known: int, has_breakpoint: bool) -> str:
+    """Return what is wrong with the usage of a prompt of which `num_known` tokens are cached; empty if nothing is."""
+    uncached, created, read = (
         usage[name] for name in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
     )
-    if plain + created + read != len(token_ids):
-        return f"{plain} + {created} + {read} tokens, and the prompt has {len(token_ids)}"
+    if uncached + created + read != len(token_ids):
+        return f"{uncached} + {created} + {read} tokens, and the prompt has {len(token_ids)}"
     if sum(usage["cache_creation"].values()) != created or (created and not has_breakpoint):
         return f"{created} created, of which {usage['cache_creation']}"
     if read != min(num_known, len(token_ids) - 1):  # at least one token is computed
@@ -115,7 +118,7 @@ def run(num_calls: int, seed: int) -> Counter[str]:
             "--set",
             "cache.max_retained_share=1",
             "--set",
-            f"cache.capacity_tokens={_TOKENS_PER_CALL * num_calls}",
+            f"cache.capacity_tokens={_POOL_TOKENS_PER_CALL * num_calls}",
         ) as (_, address),
         Client(address, timeout_s=PATIENCE_S) as client,
         contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection,
@@ -123,28 +126,29 @@ def run(num_calls: int, seed: int) -> Counter[str]:
         tokenizer: Tokenizer = client.tokenizer()
         conversations = Conversations(seed)
         oracles = {salt: PrefixOracle() for salt in ("a", "b")}
-        choose = random.Random(seed + 1)
+        rng = random.Random(seed + 1)
         for _ in range(num_calls):
             request = conversations.next()
-            salt = choose.choice(sorted(oracles))
-            max_tokens = choose.choice((0, 1, 1))
+            salt = rng.choice(sorted(oracles))
+            max_tokens = rng.choice((0, 1, 1))
             body = {"model": "tiny", "max_tokens": max_tokens, "cache_salt": salt, **request}
             connection.request("POST", "/v1/messages", json.dumps(body))
             response = json.load(connection.getresponse())
             if "usage" not in response:
                 outcomes[f"WRONG {response}"] += 1
                 continue
-            token_ids = tokenizer.encode_chat([{"role": "system", "content": request["system"]}, *request["messages"]])
-            wrong = check(
+            system_message = {"role": "system", "content": request["system"]}
+            token_ids = tokenizer.encode_chat([system_message, *request["messages"]])
+            mistake = find_mistake(
                 response["usage"],
                 token_ids,
-                oracles[salt].num_known(token_ids),
+                oracles[salt].count_known_tokens(token_ids),
                 has_breakpoint="cache_control" in json.dumps(request),
             )
             oracles[salt].add(token_ids)
-            outcomes[f"WRONG {wrong}" if wrong else "right"] += 1
+            outcomes[f"WRONG {mistake}" if mistake else "right"] += 1
         num_free = client.stats().blocks.free
-    print(json.dumps(dict(outcomes.most_common(_MAX_SHOWN)), indent=2))
+    print(json.dumps(dict(outcomes.most_common(_MAX_SHOWN_OUTCOMES)), indent=2))
     if num_free < _MIN_FREE_BLOCKS:
         outcomes["WRONG the pool was full, so blocks may have been evicted"] += 1
     return outcomes

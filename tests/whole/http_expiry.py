@@ -1,4 +1,4 @@
-"""Random calls of Anthropic's API while hours pass: what was retained is read until its time to live has expired.
+"""Random calls of Anthropic's API while hours pass: a retained document is read until its time to live has expired.
 
     python -m tests.whole.http_expiry --calls 10000
 
@@ -34,84 +34,95 @@ _VOCAB_SIZE = 512
 _BLOCK_SIZE, _NUM_BLOCKS = 16, 256
 _NUM_DOCUMENTS = 12
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
-_MAX_PAUSE_S = 240.0
+_MAX_SECONDS_BETWEEN_CALLS = 240.0
 _WORDS = ("shade", "sun", "rain", "soil", "seed", "root", "leaf", "bee")
 
 
 @dataclass
 class Document:
-    """A document that calls ask about.
+    """A document at the beginning of several prompts, with a breakpoint after it.
 
     Attributes:
-        text: of the document.
-        ttl: of its breakpoint.
-        num_tokens: of the prompt up to the breakpoint; 0 before the first call.
-        expires_s: when its time to live expires, on the clock of the cache.
+        text: the text of the document.
+        ttl: the time to live at its breakpoint, `5m` or `1h`.
+        num_tokens: the tokens of a prompt up to the breakpoint; 0 before the first call.
+        expires_at_s: when its time to live expires, on the clock of the cache.
     """
 
     text: str
     ttl: str
     num_tokens: int = 0
-    expires_s: float = 0.0
+    expires_at_s: float = 0.0
 
     def request(self, question: str) -> dict[str, Any]:
-        """Return the body of a call."""
+        """Return the body of a call with a question about the document."""
         control = {"type": "ephemeral", "ttl": self.ttl}
         system = [{"type": "text", "text": self.text, "cache_control": control}]
         return {"max_tokens": 1, "system": system, "messages": [{"role": "user", "content": question}]}
 
-    def outcome(self, usage: dict[str, Any], num_prompt: int, now_s: float) -> str:
-        """Return what a call shows: `retained`, `kept`, `evicted`, `first`, or `WRONG` and what is wrong.
+    def check_usage(self, usage: dict[str, Any], num_prompt_tokens: int, now_s: float) -> str:
+        """Return the outcome of a call; the first one sets `num_tokens`.
 
         Args:
-            usage: of the call.
-            num_prompt: tokens of its prompt.
-            now_s: when it was made.
+            usage: reported by the response.
+            num_prompt_tokens: the tokens of the prompt of the call.
+            now_s: when the call was made, on the clock of the cache.
+
+        Returns:
+            `first`; `retained` if the document was read before it expired; `kept` if it was read after that;
+            `evicted` if it was not read because it had expired; otherwise another miss reason, or `WRONG` and a
+            description of the mistake.
         """
         read, created = usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]
-        if usage["input_tokens"] + created + read != num_prompt:
-            return f"WRONG the counts do not add up to {num_prompt}: {usage}"
+        if usage["input_tokens"] + created + read != num_prompt_tokens:
+            return f"WRONG the counts do not add up to {num_prompt_tokens}: {usage}"
         if not self.num_tokens:
             self.num_tokens = read + created
             return "first"
         if read + created < self.num_tokens:
             return f"WRONG the breakpoint is after {read + created} tokens, and was after {self.num_tokens}"
-        is_whole = read >= self.num_tokens
-        if now_s < self.expires_s:
-            return "retained" if is_whole else f"WRONG read {read} of {self.num_tokens} tokens before they expired"
-        return "kept" if is_whole else "evicted" if usage["miss_reason"] == "expired" else usage["miss_reason"]
+        is_document_read = read >= self.num_tokens
+        if now_s < self.expires_at_s:
+            if is_document_read:
+                return "retained"
+            return f"WRONG read {read} of {self.num_tokens} tokens before they expired"
+        if is_document_read:
+            return "kept"
+        miss_reason = str(usage["miss_reason"])
+        return "evicted" if miss_reason == "expired" else miss_reason
 
 
 async def run(num_calls: int, seed: int) -> Counter[str]:
-    """Make calls, and count what they show."""
-    choose, clock, outcomes = random.Random(seed), FakeClock(), Counter[str]()
+    """Make calls, and count their outcomes."""
+    rng, clock, outcomes = random.Random(seed), FakeClock(), Counter[str]()
     tokenizer: Tokenizer = byte_level()
     cache = PrefixCache(_NUM_BLOCKS, _BLOCK_SIZE, max_retained_blocks=_NUM_BLOCKS, clock=clock)
     engine = Engine(cast("Runner", NullRunner(_VOCAB_SIZE)), cache, EngineConfig())
-    documents = [Document(_words(choose, 30), choose.choice(sorted(_TTL_S))) for _ in range(_NUM_DOCUMENTS)]
+    documents = [Document(_words(rng, 30), rng.choice(sorted(_TTL_S))) for _ in range(_NUM_DOCUMENTS)]
     server = Server(engine, ServerConfig(port=0, http_port=0), "tiny")
     engine.start()
     try:
         await server.start()
-        assert server.http_address is not None, "the port is configured"
+        assert server.http_address is not None, "an HTTP port is configured"
         port = int(server.http_address.rpartition(":")[2])
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
             for _ in range(num_calls):
-                clock.now_s += choose.random() * _MAX_PAUSE_S
-                document = choose.choice(documents)
-                body = document.request(_words(choose, 12))
-                usage = await asyncio.to_thread(_usage_of, connection, body)
+                clock.now_s += rng.random() * _MAX_SECONDS_BETWEEN_CALLS
+                document = rng.choice(documents)
+                body = document.request(_words(rng, 12))
+                usage = await asyncio.to_thread(_send, connection, body)
                 messages = [{"role": "system", "content": document.text}, *body["messages"]]
-                num_prompt = len(tokenizer.encode_chat(messages))
-                outcomes[document.outcome(usage, num_prompt, clock.now_s)] += 1
-                document.expires_s = max(document.expires_s, clock.now_s + _TTL_S[document.ttl])
+                num_prompt_tokens = len(tokenizer.encode_chat(messages))
+                outcomes[document.check_usage(usage, num_prompt_tokens, clock.now_s)] += 1
+                document.expires_at_s = max(document.expires_at_s, clock.now_s + _TTL_S[document.ttl])
         await server.drain()
     finally:
         engine.stop()
     return outcomes
 
 
-def _usage_of(connection: http.client.HTTPConnection, body: dict[str, Any]) -> dict[str, Any]:
+def _send(connection: http.client.HTTPConnection, body: dict[str, Any]) -> dict[str, Any]:
+    """Make a call, and return the usage in its response."""
     connection.request("POST", "/v1/messages", json.dumps(body))
     answer = json.load(connection.getresponse())
     assert "usage" in answer, answer
@@ -119,8 +130,8 @@ def _usage_of(connection: http.client.HTTPConnection, body: dict[str, Any]) -> d
     return usage
 
 
-def _words(choose: random.Random, number: int) -> str:
-    return " ".join(choose.choices(_WORDS, k=number))
+def _words(rng: random.Random, number: int) -> str:
+    return " ".join(rng.choices(_WORDS, k=number))
 
 
 def main() -> None:

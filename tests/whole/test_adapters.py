@@ -16,54 +16,57 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from radixkv.service.client import Client, Compression, CompressionPolicy, logits_of
-from radixkv.v1.prefill_pb2 import MissReason
+from radixkv.v1.prefill_pb2 import MissReason, PrefillResponse
 from tests.cache.walk.reusable_tokens import count_reusable_tokens
 from tests.model.adapters.made_by_peft import load_adapted, write_adapter
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, load_eager, write_checkpoint
 from tests.patience import PATIENCE_S, wait_until
 from tests.whole.forked_server import serving
 
-Oracles = dict[str, PreTrainedModel]  # by directory; the model itself is ""
+Oracles = dict[str, PreTrainedModel]  # models with an adapter, by its directory; "" is the model without one
 
 
 class Files(NamedTuple):
-    """A checkpoint and the directory of its adapters."""
+    """A checkpoint, and the directory that contains the directories of its adapters."""
 
     checkpoint: Path
-    root: Path
+    adapter_root: Path
 
     @property
     def arguments(self) -> list[str]:
+        """The arguments of `radixkv serve` for this model, with the adapter `law` loaded at startup."""
         settings = {
             "cache.capacity_tokens": 8192,
             "cache.block_size": 16,
             "model.max_adapters": 4,
-            "model.adapter_directory": self.root,
-            "adapters.law.path": self.root / "law-1",
+            "model.adapter_directory": self.adapter_root,
+            "adapters.law.path": self.adapter_root / "law-1",
         }
-        settings_of = [("--set", f"{key}={value}") for key, value in settings.items()]
-        return ["--model", str(self.checkpoint), "--device", "cpu", *itertools.chain(*settings_of)]
+        options = [("--set", f"{key}={value}") for key, value in settings.items()]
+        return ["--model", str(self.checkpoint), "--device", "cpu", *itertools.chain(*options)]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("adapters")
     files = Files(write_checkpoint(CONFIGS["llama"], folder / "base"), folder / "served")
-    write_adapter(files.checkpoint, files.root / "law-1", 1)
-    write_adapter(files.checkpoint, files.root / "law-2", 2)
-    write_adapter(files.checkpoint, files.root / "tax", 3, r=2, target_modules=["q_proj", "v_proj"], use_rslora=True)
-    shutil.copytree(files.root / "law-1", files.root / "law-1-copy")
-    shutil.copytree(files.root / "tax", folder / "outside")
+    write_adapter(files.checkpoint, files.adapter_root / "law-1", 1)
+    write_adapter(files.checkpoint, files.adapter_root / "law-2", 2)
+    write_adapter(
+        files.checkpoint, files.adapter_root / "tax", 3, r=2, target_modules=["q_proj", "v_proj"], use_rslora=True
+    )
+    shutil.copytree(files.adapter_root / "law-1", files.adapter_root / "law-1-copy")
+    shutil.copytree(files.adapter_root / "tax", folder / "outside")
     wider = write_checkpoint(LlamaConfig(**{**SHAPE, "hidden_size": 32}), folder / "wider")
-    write_adapter(wider, files.root / "of-another-model", 4)
-    (files.root / "empty").mkdir()
-    (files.root / "way-out").symlink_to(folder / "outside")
+    write_adapter(wider, files.adapter_root / "of-a-wider-model", 4)
+    (files.adapter_root / "empty").mkdir()
+    (files.adapter_root / "link-to-outside").symlink_to(folder / "outside")
     return files
 
 
 @pytest.fixture(scope="module")
 def oracles(files: Files) -> Oracles:
-    adapted = {name: load_adapted(files.checkpoint, files.root / name) for name in ("law-1", "law-2", "tax")}
+    adapted = {name: load_adapted(files.checkpoint, files.adapter_root / name) for name in ("law-1", "law-2", "tax")}
     return {"": load_eager(files.checkpoint), **adapted}
 
 
@@ -107,18 +110,20 @@ def test_mixed_traffic_agrees_with_peft_and_reuses_only_its_own_namespace(
 ) -> None:
     shared = prompt_of(70, seed=0)
     prompts = [[*shared[: 17 * (i % 4) + 2], *prompt_of(3 + 5 * i, seed=i)] for i in range(1, 13)]
-    behind = {"": "", "law": "law-1", "tax": "tax"}
-    for name in behind:
+    directory_of = {"": "", "law": "law-1", "tax": "tax"}
+    for name in directory_of:
         usages = [client.prefill(ids, tenant=tenant, adapter=name).usage for ids in prompts]
         assert [usage.cached_tokens for usage in usages] == count_reusable_tokens(prompts)
-    asked = [(name, ids) for ids in prompts for name in behind]
+
+    def prefill(name: str, ids: list[int]) -> PrefillResponse:
+        return client.prefill(ids, tenant=tenant, adapter=name, return_logits=True)
+
+    names, all_ids = zip(*((name, ids) for ids in prompts for name in directory_of), strict=True)
     with ThreadPoolExecutor(8) as threads:
-        answers = list(
-            threads.map(lambda ask: client.prefill(ask[1], tenant=tenant, adapter=ask[0], return_logits=True), asked)
-        )
-    for (name, ids), answer in zip(asked, answers, strict=True):
-        assert answer.usage.cached_tokens == len(ids) - 1
-        np.testing.assert_allclose(logits_of(answer), expected_logits(oracles[behind[name]], ids), atol=1e-4)
+        responses = list(threads.map(prefill, names, all_ids))
+    for name, ids, response in zip(names, all_ids, responses, strict=True):
+        assert response.usage.cached_tokens == len(ids) - 1
+        np.testing.assert_allclose(logits_of(response), expected_logits(oracles[directory_of[name]], ids), atol=1e-4)
 
 
 def test_a_cache_hit_with_an_adapter_changes_no_bit(client: Client, tenant: str) -> None:
@@ -129,22 +134,21 @@ def test_a_cache_hit_with_an_adapter_changes_no_bit(client: Client, tenant: str)
     assert cold.logits == warm.logits
 
 
-def generated(client: Client, ids: list[int], **options: object) -> list[int]:
-    answers = client.generate(ids, max_new_tokens=12, ignore_eos=True, **options)
-    return [token_id for answer in answers for token_id in answer.token_ids]
+def generate(client: Client, ids: list[int], **options: object) -> list[int]:
+    """Return the twelve tokens that the server generates."""
+    chunks = client.generate(ids, max_new_tokens=12, ignore_eos=True, **options)
+    return [token_id for chunk in chunks for token_id in chunk.token_ids]
 
 
 @pytest.mark.parametrize("policy", CompressionPolicy)
 def test_a_compressed_generation_uses_its_adapter(client: Client, tenant: str, policy: CompressionPolicy) -> None:
     ids = prompt_of(60, seed=21)
-    whole, roomy, base = (
-        generated(client, ids, tenant=tenant, adapter=adapter, compression=compression)
-        for adapter, compression in (("law", None), ("law", Compression(policy, 100)), ("", Compression(policy, 100)))
-    )
-    assert roomy == whole
-    assert base != whole
-    usage = client.probe([*ids, *whole], tenant=tenant, adapter="law")
-    assert usage.cached_tokens >= 60
+    keeps_all = Compression(policy, max_tokens=100)  # more than the 60 tokens of the prompt and 12 generated ones
+    uncompressed = generate(client, ids, tenant=tenant, adapter="law")
+    assert generate(client, ids, tenant=tenant, adapter="law", compression=keeps_all) == uncompressed
+    assert generate(client, ids, tenant=tenant, compression=keeps_all) != uncompressed, "without the adapter"
+    probe = client.probe([*ids, *uncompressed], tenant=tenant, adapter="law")
+    assert probe.cached_tokens >= 60
     assert client.stats().blocks.leased == 0
 
 
@@ -184,52 +188,65 @@ def test_a_running_generation_keeps_its_weights_when_the_adapter_is_reloaded(
     )
     generated = list(next(stream).token_ids)
     client.load_adapter("changing", "tax")
-    after = client.prefill(ids, tenant=tenant, adapter="changing", return_logits=True)
+    prefilled_after_reload = client.prefill(ids, tenant=tenant, adapter="changing", return_logits=True)
     for chunk in stream:
         generated += chunk.token_ids
     sequence = [*ids, *generated]
     with torch.inference_mode():
         logits = oracles["law-2"](input_ids=torch.tensor([sequence])).logits[0, len(ids) - 1 : -1].float()
     assert len(generated) == 60
-    chosen = logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
-    torch.testing.assert_close(chosen, logits.max(dim=1).values, atol=1e-3, rtol=0)
-    np.testing.assert_allclose(logits_of(after), expected_logits(oracles["tax"], ids), atol=1e-4)
+    # Each generated token has the highest logit of the old adapter, or one within the tolerance of it.
+    chosen_logits = logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
+    torch.testing.assert_close(chosen_logits, logits.max(dim=1).values, atol=1e-3, rtol=0)
+    np.testing.assert_allclose(logits_of(prefilled_after_reload), expected_logits(oracles["tax"], ids), atol=1e-4)
     wait_until(lambda: not any(each.is_draining for each in client.adapters().adapters))
     client.unload_adapter("changing")
 
 
 def test_an_unloaded_adapter_is_not_found_and_its_cache_is_freed(client: Client, tenant: str) -> None:
-    client.load_adapter("leaving", "law-2")
-    client.prefill(prompt_of(64, seed=24), tenant=tenant, adapter="leaving")
-    client.unload_adapter("leaving")
+    client.load_adapter("unloaded", "law-2")
+    client.prefill(prompt_of(64, seed=24), tenant=tenant, adapter="unloaded")
+    client.unload_adapter("unloaded")
     with pytest.raises(grpc.RpcError) as refused:
-        client.prefill([1, 2], tenant=tenant, adapter="leaving")
+        client.prefill([1, 2], tenant=tenant, adapter="unloaded")
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
     wait_until(lambda: client.stats(tenant=tenant).tenants[0].cached_blocks == 0)
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "message"),
     [
         ("empty", "adapter_config.json: expected a file"),
-        ("of-another-model", "adapter_model.safetensors model.layers.0"),
+        ("of-a-wider-model", "adapter_model.safetensors model.layers.0"),
         ("../outside", "path: expected a directory below the service's model.adapter_directory"),
-        ("way-out", "path: expected a directory below the service's model.adapter_directory"),
+        ("link-to-outside", "path: expected a directory below the service's model.adapter_directory"),
         ("missing", "got a path that is not a directory"),
     ],
 )
-def test_an_invalid_adapter_is_refused(client: Client, path: str, words: str) -> None:
+def test_an_invalid_adapter_is_refused(client: Client, path: str, message: str) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         client.load_adapter("wrong", path)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert words in refused.value.details()
+    assert message in refused.value.details()
     assert "wrong" not in {each.name for each in client.adapters().adapters}
 
 
-def test_adapters_beyond_the_maximum_are_refused(client: Client) -> None:
+def test_two_names_of_the_same_weights_are_one_adapter(client: Client) -> None:
     for number in range(2):
-        client.load_adapter(f"more-{number}", "law-2")
-    assert len({each.digest for each in client.adapters().adapters}) == 3
+        client.load_adapter(f"same-{number}", "law-2")
+    assert len({each.digest for each in client.adapters().adapters}) == 3, "law, tax, and one for both new names"
+    for number in range(2):
+        client.unload_adapter(f"same-{number}")
+
+
+def test_adapters_beyond_the_maximum_are_refused(client: Client, files: Files) -> None:
+    for number in range(3):
+        write_adapter(files.checkpoint, files.adapter_root / f"more-{number}", 10 + number)
+    for number in range(2):  # with law and tax, these are the four of `model.max_adapters`
+        client.load_adapter(f"more-{number}", f"more-{number}")
+    with pytest.raises(grpc.RpcError) as refused:
+        client.load_adapter("more-2", "more-2")
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     for number in range(2):
         client.unload_adapter(f"more-{number}")
 
@@ -240,38 +257,42 @@ def test_a_restarted_server_loads_the_adapters_in_its_configuration(
     ids = prompt_of(33, seed=25)
     assert_agrees(client, oracles["law-1"], ids, tenant=tenant, adapter="law")
     (before,) = (each for each in client.adapters().adapters if each.name == "law")
-    with serving(*files.arguments) as (_, address), Client(address, timeout_s=PATIENCE_S) as again:
-        (after,) = again.adapters().adapters
+    with serving(*files.arguments) as (_, address), Client(address, timeout_s=PATIENCE_S) as restarted_client:
+        (after,) = restarted_client.adapters().adapters
         assert (after.name, after.digest) == (before.name, before.digest)
-        assert again.prefill(ids, tenant=tenant, adapter="law").miss_reason == MissReason.COLD
-        assert_agrees(again, oracles["law-1"], ids, tenant=tenant, adapter="law")
+        assert restarted_client.prefill(ids, tenant=tenant, adapter="law").miss_reason == MissReason.COLD
+        assert_agrees(restarted_client, oracles["law-1"], ids, tenant=tenant, adapter="law")
 
 
 def test_an_activated_adapter_applies_from_its_invocation_on(
     client: Client, tenant: str, files: Files, oracles: Oracles
 ) -> None:
-    directory = write_adapter(files.checkpoint, files.root / "invoked", 5, alora_invocation_tokens=[7, 8])
-    invoked = load_adapted(files.checkpoint, directory)
+    directory = write_adapter(files.checkpoint, files.adapter_root / "invoked", 5, alora_invocation_tokens=[7, 8])
+    oracle = load_adapted(files.checkpoint, directory)
     client.load_adapter("invoked", "invoked")
+
     head = [each for each in prompt_of(50, seed=26) if each not in (7, 8)]
     client.prefill(head, tenant=tenant)
     assert client.prefill(head, tenant=tenant, adapter="invoked").usage.cached_tokens == len(head) - 1
     assert_agrees(client, oracles[""], head, tenant=tenant, adapter="invoked")
+
     once, twice = [*head, 7, 8, *head[:9]], [*head, 7, 8, *head[:9], 7, 8, *head[:5]]
     assert client.prefill(once, tenant=tenant, adapter="invoked").usage.cached_tokens == len(head)
     for ids in (once, twice, once, twice):
-        assert_agrees(client, invoked, ids, tenant=tenant, adapter="invoked")
+        assert_agrees(client, oracle, ids, tenant=tenant, adapter="invoked")
     assert client.prefill([*twice, 1], tenant=tenant, adapter="invoked").usage.cached_tokens == len(twice)
+
     for policy in CompressionPolicy:
-        whole, roomy, cold, tight = (
-            generated(client, twice, tenant=tenant, adapter="invoked", **options)
+        keeps_all, evicts_most = Compression(policy, max_tokens=500), Compression(policy, max_tokens=20)
+        uncompressed, kept_whole, cold, warm = (
+            generate(client, twice, tenant=tenant, adapter="invoked", **options)
             for options in (
                 {},
-                {"compression": Compression(policy, 500)},
-                {"compression": Compression(policy, 20), "read_cache": False, "write_cache": False},
-                {"compression": Compression(policy, 20)},
+                {"compression": keeps_all},
+                {"compression": evicts_most, "read_cache": False, "write_cache": False},
+                {"compression": evicts_most},
             )
         )
-        assert roomy == whole
-        assert cold == tight != whole
+        assert kept_whole == uncompressed
+        assert cold == warm != uncompressed
     client.unload_adapter("invoked")

@@ -26,24 +26,27 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 @dataclass
 class Served:
+    """A server's clients, its address over HTTP, and its tokenizer."""
+
     grpc: Client
     anthropic: anthropic.Anthropic
     url: str
     tokenizer: Tokenizer
 
     def post(self, path: str, body: object) -> tuple[int, Any]:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        """Send bytes, or another value as JSON; return the status and the parsed body of the response."""
+        encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
         try:
-            with urllib.request.urlopen(self.url + path, data, timeout=PATIENCE_S) as response:
+            with urllib.request.urlopen(self.url + path, encoded, timeout=PATIENCE_S) as response:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, json.load(error)
 
-    def expected(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """Return the text of a completion over gRPC, up to a stop string."""
-        answer = self.grpc.generate(self.tokenizer.encode_chat(messages), **options)
-        return self.tokenizer.decode([token_id for each in answer for token_id in each.token_ids])
+    def generate_over_grpc(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """Return the text that the server generates after a chat."""
+        chunks = self.grpc.generate(self.tokenizer.encode_chat(messages), **options)
+        return self.tokenizer.decode([token_id for chunk in chunks for token_id in chunk.token_ids])
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +63,10 @@ def block(text: str, ttl: str | None = None) -> dict[str, Any]:
     return {"type": "text", "text": text, **({"cache_control": {"type": "ephemeral", "ttl": ttl}} if ttl else {})}
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_message_is_the_completion_that_grpc_returns(served: Served, streamed: bool) -> None:
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_a_message_is_the_completion_that_grpc_returns(served: Served, is_streamed: bool) -> None:
     rendered = [{"role": "system", "content": SYSTEM}, *HELLO]
-    expected = served.expected(rendered, max_new_tokens=15)
+    expected = served.generate_over_grpc(rendered, max_new_tokens=15)
     options: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": 15,
@@ -71,7 +74,7 @@ def test_a_message_is_the_completion_that_grpc_returns(served: Served, streamed:
         "messages": HELLO,
         "extra_body": {"temperature": 0},
     }
-    if streamed:
+    if is_streamed:
         with served.anthropic.messages.stream(**options) as stream:
             assert "".join(stream.text_stream) == expected
             message = stream.get_final_message()
@@ -83,7 +86,7 @@ def test_a_message_is_the_completion_that_grpc_returns(served: Served, streamed:
 
 
 def test_a_stop_sequence_ends_the_text(served: Served) -> None:
-    expected = served.expected(HELLO, max_new_tokens=60)
+    expected = served.generate_over_grpc(HELLO, max_new_tokens=60)
     stop = expected[10:13]
     message = served.anthropic.messages.create(
         model=MODEL, max_tokens=60, messages=HELLO, extra_body={"temperature": 0}, stop_sequences=[stop]
@@ -100,7 +103,12 @@ def test_consecutive_messages_of_a_user_are_one(served: Served) -> None:
 
 
 def usage_of(served: Served, salt: str, **options: Any) -> tuple[int, int, int, int, int]:
-    """Return the input tokens, those created for five minutes and for an hour, those read, and the output."""
+    """Send a message, and return the numbers of tokens in its usage.
+
+    Returns:
+        Input tokens that were neither created nor read, tokens created for five minutes, tokens created for an hour,
+        tokens read, and output tokens.
+    """
     usage = served.anthropic.messages.create(
         model=MODEL, max_tokens=1, extra_body={"cache_salt": salt}, **options
     ).usage
@@ -119,17 +127,20 @@ def test_usage_reports_created_and_read_tokens(served: Served) -> None:
     system = [block(SYSTEM, "1h")]
     first = [{"role": "user", "content": [block("Which plants like shade? " * 4, "5m")]}]
     total = len(served.tokenizer.encode_chat([{"role": "system", "content": system}, *first]))
-    plain, five, hour, read, _ = usage_of(served, "usage", system=system, messages=first)
-    assert (plain + five + hour + read, read) == (total, 0)
-    assert min(five, hour) > 0
-    assert plain < 10  # what begins the answer
-    system_tokens = hour
+    uncached, five_minutes, hour, read, _ = usage_of(served, "usage", system=system, messages=first)
+    assert (uncached + five_minutes + hour + read, read) == (total, 0)
+    assert min(five_minutes, hour) > 0
+    assert uncached < 10, "the tokens with which the chat template begins the answer"
+    num_system_tokens = hour
+
     *_, read, _ = usage_of(served, "usage", system=system, messages=first)
     assert read == total - 1
+
     other = [{"role": "user", "content": [block("And which ones like the sun? " * 4, "5m")]}]
-    _, five, hour, read, _ = usage_of(served, "usage", system=system, messages=other)
-    assert read >= system_tokens
-    assert (five > 0, hour) == (True, 0)
+    _, five_minutes, hour, read, _ = usage_of(served, "usage", system=system, messages=other)
+    assert read >= num_system_tokens
+    assert five_minutes > 0
+    assert hour == 0
 
 
 def test_a_breakpoint_retains_the_prompt(served: Served) -> None:
@@ -150,15 +161,17 @@ def test_a_request_for_no_tokens_caches_its_prompt(served: Served) -> None:
 
 
 def message_with(**fields: object) -> tuple[str, object]:
+    """Return the path and the body of a request for a message."""
     return "/v1/messages", {"model": MODEL, "max_tokens": 4, "messages": HELLO, **fields}
 
 
 LONG_AFTER_SHORT = [{"role": "user", "content": [block("a", "5m"), block("b", "1h")]}]
-FIVE = [{"role": "user", "content": [block("a", "5m")] * 5}]
-CALL = [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "a", "input": {}}]}]
+FIVE_BREAKPOINTS = [{"role": "user", "content": [block("a", "5m")] * 5}]
+TOOL_CALL_OF_USER = [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "a", "input": {}}]}]
 TEXT_SOURCE = {"type": "text", "media_type": "text/plain", "data": "Roses."}
 DOCUMENT = [{"role": "user", "content": [{"type": "document", "source": TEXT_SOURCE}, block("So?")]}]
 TOOLS = [{"name": "a", "input_schema": {"type": "object"}}]
+# A path and a body, the status of the response, and the beginning of its error message.
 REFUSED: list[tuple[tuple[str, object], int, str]] = [
     (("/v1/messages", b"["), 400, "body: expected JSON, got 1 other bytes"),
     (("/v1/messages/batches", {}), 404, "POST /v1/messages/batches: Not Found"),
@@ -167,10 +180,14 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
     (message_with(messages=[]), 400, "messages: expected at least one message, got none"),
     (message_with(messages=[{"role": "tool"}]), 400, "messages[0].role: expected one of user, assistant, got a string"),
     (message_with(messages=[{"role": "assistant", "content": "a"}]), 400, "messages: expected the last message to be"),
-    (message_with(messages=FIVE), 400, "cache_control: expected at most 4 breakpoints, got 5"),
+    (message_with(messages=FIVE_BREAKPOINTS), 400, "cache_control: expected at most 4 breakpoints, got 5"),
     (message_with(messages=LONG_AFTER_SHORT), 400, "cache_control: expected breakpoints with the ttl 1h before"),
     (message_with(cache_control={"ttl": "2h"}), 400, "cache_control.ttl: expected one of 5m, 1h, got a string"),
-    (message_with(messages=CALL), 400, "messages[0].content[0].type: expected a block of text, of tools or a docume"),
+    (
+        message_with(messages=TOOL_CALL_OF_USER),
+        400,
+        "messages[0].content[0].type: expected a block of text, of tools or a docume",
+    ),
     (message_with(tools=[{"name": "a"}]), 400, "tools[0]: expected a name and an input_schema, got nothing or other"),
     (message_with(tools=TOOLS), 400, "tools: expected a model whose chat template writes calls of tools"),
     (message_with(tools=[{"type": "bash_20250124", "name": "bash"}]), 400, "tools[0].type: expected custom, got a"),
@@ -190,25 +207,25 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("request_of", "status", "message"), REFUSED)
+@pytest.mark.parametrize(("path_and_body", "status", "message"), REFUSED)
 def test_a_bad_request_gets_a_clear_error(
-    served: Served, request_of: tuple[str, object], status: int, message: str
+    served: Served, path_and_body: tuple[str, object], status: int, message: str
 ) -> None:
-    found_status, found = served.post(*request_of)
-    assert (found_status, found["error"]["message"][: len(message)]) == (status, message)
-    assert found["type"] == "error"
-    assert found["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    received_status, body = served.post(*path_and_body)
+    assert (received_status, body["error"]["message"][: len(message)]) == (status, message)
+    assert body["type"] == "error"
+    assert body["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
 @pytest.mark.parametrize("system", ["", []])
 def test_an_empty_system_prompt_counts_as_absent(served: Served, system: Any) -> None:
-    counts = served.anthropic.messages.count_tokens
-    expected = counts(model=MODEL, messages=HELLO).input_tokens
-    assert counts(model=MODEL, messages=HELLO, system=system).input_tokens == expected
+    count_tokens = served.anthropic.messages.count_tokens
+    expected = count_tokens(model=MODEL, messages=HELLO).input_tokens
+    assert count_tokens(model=MODEL, messages=HELLO, system=system).input_tokens == expected
 
 
 def test_thinking_may_be_disabled_for_a_model_without_it(served: Served) -> None:
     message = served.anthropic.messages.create(
         model=MODEL, max_tokens=2, messages=HELLO, thinking={"type": "disabled"}, extra_body={"temperature": 0}
     )
-    assert message.content[0].text == served.expected(HELLO, max_new_tokens=2)
+    assert message.content[0].text == served.generate_over_grpc(HELLO, max_new_tokens=2)

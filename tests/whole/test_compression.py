@@ -1,4 +1,4 @@
-"""Compressed generations over gRPC, with tiers and events: what they generate is never reused."""
+"""Compressed generations over gRPC, with tiers and events: the tokens that they generate are never reused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tests.patience import PATIENCE_S, wait_until
 from tests.whole.forked_server import serving
 from tests.whole.test_events_end_to_end import apply, hashes_of
 
-_BLOCK, _POOL_TOKENS, _PROMPT_TOKENS, _NEW_TOKENS = 64, 1024, 3 * 64 + 3, 150
-EACH = [Compression(policy, 48) for policy in CompressionPolicy]
+_BLOCK_SIZE, _POOL_TOKENS, _NEW_TOKENS = 64, 1024, 150
+_PROMPT_TOKENS = 3 * _BLOCK_SIZE + 3  # three whole blocks, and an incomplete one
+_COMPRESSIONS = [Compression(policy, 48) for policy in CompressionPolicy]
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,10 @@ def random_ids(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, count).tolist()
 
 
-def generated(client: Client, prompt: list[int], **options: object) -> tuple[list[int], GenerateResponse]:
-    answers = list(client.generate(prompt, max_new_tokens=_NEW_TOKENS, ignore_eos=True, **options))
-    return [token_id for answer in answers for token_id in answer.token_ids], answers[-1]
+def generate(client: Client, prompt: list[int], **options: object) -> tuple[list[int], GenerateResponse]:
+    """Return the generated tokens and the last response."""
+    chunks = list(client.generate(prompt, max_new_tokens=_NEW_TOKENS, ignore_eos=True, **options))
+    return [token_id for chunk in chunks for token_id in chunk.token_ids], chunks[-1]
 
 
 def is_idle(client: Client) -> bool:
@@ -49,40 +51,43 @@ def is_idle(client: Client) -> bool:
     return (blocks.leased, blocks.pinned) == (0, 0)
 
 
-@pytest.mark.parametrize("compression", EACH, ids=lambda asked: asked.policy)
+@pytest.mark.parametrize("compression", _COMPRESSIONS, ids=lambda compression: compression.policy)
 def test_compressed_tokens_are_not_cached_saved_or_announced(client: Client, compression: Compression) -> None:
     client.purge(everything=True)
-    prompt = random_ids(_PROMPT_TOKENS, seed=EACH.index(compression))
-    answer, last = generated(client, prompt, compression=compression)
+    prompt = random_ids(_PROMPT_TOKENS, seed=_COMPRESSIONS.index(compression))
+    answer, last = generate(client, prompt, compression=compression)
     assert (last.usage.written_tokens, len(answer)) == (_PROMPT_TOKENS, _NEW_TOKENS)
     turn = [*prompt, *answer, 1, 2]
     probed = client.probe(turn)
     assert (probed.cached_tokens, probed.stored_tokens) == (_PROMPT_TOKENS, 0)
-    marker = random_ids(_BLOCK, seed=50 + EACH.index(compression))
+    marker = random_ids(_BLOCK_SIZE, seed=50 + _COMPRESSIONS.index(compression))
     client.prefill(marker)
-    known: dict[int, str] = {}
+    # Events are read until those of the marker, which was stored after the generation had ended.
+    announced: dict[int, str] = {}
     with closing(client.subscribe()) as batches:
-        while not known.keys() >= set(hashes_of(marker)):
-            apply(next(batches), known)
-    assert set(known) == {*hashes_of(prompt), *hashes_of(marker)}
+        while not announced.keys() >= set(hashes_of(marker)):
+            apply(next(batches), announced)
+    assert set(announced) == {*hashes_of(prompt), *hashes_of(marker)}
 
     cold = client.prefill(turn, read_cache=False, write_cache=False, return_logits=True)
     warm = client.prefill(turn, write_cache=False, return_logits=True)
     assert (cold.usage.cached_tokens, warm.usage.cached_tokens) == (0, _PROMPT_TOKENS)
     assert warm.logits == cold.logits
 
-    client.prefill(random_ids(_POOL_TOKENS, seed=100))  # which takes all blocks
+    client.prefill(random_ids(_POOL_TOKENS, seed=100))  # needs all blocks, so that the prompt is evicted
     assert client.probe(turn).cached_tokens == 0
-    again = client.prefill(turn, write_cache=False, return_logits=True)
-    assert again.usage.cached_tokens <= 3 * _BLOCK
-    assert again.usage.host_tokens > 0, "the prompt was saved, as always"
-    np.testing.assert_array_equal(logits_of(again), logits_of(cold))
-    assert generated(client, prompt, compression=compression)[0] == answer, "the prompt comes from a store now"
+    loaded = client.prefill(turn, write_cache=False, return_logits=True)
+    assert loaded.usage.cached_tokens <= 3 * _BLOCK_SIZE
+    assert loaded.usage.host_tokens > 0, "the prompt, unlike the generated tokens, is saved when it is evicted"
+    np.testing.assert_array_equal(logits_of(loaded), logits_of(cold))
+    assert generate(client, prompt, compression=compression)[0] == answer, (
+        "a generation whose prompt is loaded from a tier has the same result"
+    )
     assert is_idle(client)
 
 
-def blocks_of(client: Client, ids: list[int]) -> tuple[int, dict[int, bytes]]:
-    """Hold a prompt and fetch the K/V of its blocks. Return the number of cached tokens, and the blocks."""
+def fetch_blocks(client: Client, ids: list[int]) -> tuple[int, dict[int, bytes]]:
+    """Prefill a prompt, and fetch its K/V. Return the number of cached tokens, and the K/V of each block by index."""
     held = client.prefill(ids, hold_lease=True)
     blocks: dict[int, bytes] = {}
     for part in client.fetch_kv(held.lease_id):
@@ -92,39 +97,44 @@ def blocks_of(client: Client, ids: list[int]) -> tuple[int, dict[int, bytes]]:
 
 
 def test_no_call_or_restart_makes_compressed_tokens_reusable(tmp_path: Path) -> None:
-    compression = EACH[1]
+    compression = _COMPRESSIONS[1]
     settings = (f"tiers.disk_path={tmp_path}", f"cache.capacity_tokens={2 * _POOL_TOKENS}", "transfer.serve=true")
     options = [word for setting in settings for word in ("--set", setting)]
-    prompt, turn = random_ids(_PROMPT_TOKENS, seed=20), random_ids(_PROMPT_TOKENS, seed=20)
+    prompt = random_ids(_PROMPT_TOKENS, seed=20)
+    turn = list(prompt)
     with serving(*options) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
         stream = client.generate(prompt, max_new_tokens=700, ignore_eos=True, compression=compression)
-        while len(turn) < _PROMPT_TOKENS + 2 * _BLOCK:
+        while len(turn) < _PROMPT_TOKENS + 2 * _BLOCK_SIZE:
             turn += next(stream).token_ids
         retained = client.retain(turn, Retention(priority=100)).retained
         assert retained.granted_tokens <= _PROMPT_TOKENS
         assert client.probe(turn).cached_tokens == _PROMPT_TOKENS
-        client.public.register("turn", turn[: 4 * _BLOCK])
-        found, while_running = blocks_of(client, turn)
+        client.public.register("turn", turn[: 4 * _BLOCK_SIZE])
+        num_cached, kv_while_running = fetch_blocks(client, turn)
         stream.close()  # type: ignore[attr-defined]
         wait_until(lambda: client.stats().blocks.leased == 0)
         client.public.unregister("turn")
         client.purge(everything=True)
-        none_found, from_nothing = blocks_of(client, turn)
-        assert (found, none_found) == (4 * _BLOCK, 0)
-        assert while_running.keys() == set(range(len(turn) // _BLOCK))
-        assert while_running == from_nothing, "the same bits, though a part was found"
+        num_cached_after_purge, kv_after_purge = fetch_blocks(client, turn)
+        assert (num_cached, num_cached_after_purge) == (4 * _BLOCK_SIZE, 0), (
+            "only the public prefix was cached, then nothing"
+        )
+        assert kv_while_running.keys() == set(range(len(turn) // _BLOCK_SIZE))
+        assert kv_while_running == kv_after_purge, "the cached part has the same bits as when it is computed"
         client.purge(everything=True)
-        answer, _ = generated(client, prompt, compression=compression)
+        answer, _ = generate(client, prompt, compression=compression)
     with serving(*options) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
         turn = [*prompt, *answer, 1]
-        assert client.probe(turn).stored_tokens == 3 * _BLOCK
-        loaded, from_disk = blocks_of(client, turn)
+        assert client.probe(turn).stored_tokens == 3 * _BLOCK_SIZE
+        num_loaded, kv_from_disk = fetch_blocks(client, turn)
         client.purge(everything=True)
-        assert (loaded, from_disk) == (3 * _BLOCK, blocks_of(client, turn)[1])
+        _, computed_kv = fetch_blocks(client, turn)
+        assert num_loaded == 3 * _BLOCK_SIZE
+        assert kv_from_disk == computed_kv
 
 
 def test_a_client_that_disconnects_leaves_nothing_behind(client: Client) -> None:
-    for compression in EACH:
+    for compression in _COMPRESSIONS:
         stream = client.generate(
             random_ids(_PROMPT_TOKENS, seed=9), max_new_tokens=700, ignore_eos=True, compression=compression
         )
@@ -133,17 +143,21 @@ def test_a_client_that_disconnects_leaves_nothing_behind(client: Client) -> None
         wait_until(lambda: is_idle(client))
 
 
-def test_several_completions_and_the_async_client(client: Client, address: str) -> None:
-    async def talk() -> list[GenerateResponse]:
-        async with AsyncClient(address, timeout_s=PATIENCE_S) as other:
-            stream = other.generate(prompt, max_new_tokens=40, ignore_eos=True, compression=EACH[1], n=3, seed=1)
-            return [answer async for answer in stream]
+def test_each_of_several_completions_is_compressed_as_if_it_were_alone(client: Client, address: str) -> None:
+    async def generate_three() -> list[GenerateResponse]:
+        async with AsyncClient(address, timeout_s=PATIENCE_S) as async_client:
+            stream = async_client.generate(
+                prompt, max_new_tokens=40, ignore_eos=True, compression=_COMPRESSIONS[1], n=3, seed=1
+            )
+            return [chunk async for chunk in stream]
 
     prompt = random_ids(_PROMPT_TOKENS, seed=8)
-    answers = asyncio.run(talk())
-    by_index = [[t for each in answers if each.index == index for t in each.token_ids] for index in range(3)]
-    alone = list(client.generate(prompt, max_new_tokens=40, ignore_eos=True, compression=EACH[1], seed=1))
-    assert by_index == [[t for each in alone for t in each.token_ids]] * 3  # all sample the most likely token
+    completions: list[list[int]] = [[], [], []]
+    for chunk in asyncio.run(generate_three()):
+        completions[chunk.index] += chunk.token_ids
+    alone = list(client.generate(prompt, max_new_tokens=40, ignore_eos=True, compression=_COMPRESSIONS[1], seed=1))
+    # Without a temperature, all choose the most likely token.
+    assert completions == [[token_id for chunk in alone for token_id in chunk.token_ids]] * 3
     assert is_idle(client)
 
 
@@ -163,4 +177,5 @@ def test_invalid_parameters_are_refused_by_name(
 ) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         list(client.generate(random_ids(_PROMPT_TOKENS, 1), max_new_tokens=700, compression=compression))
-    assert (refused.value.code().name, refused.value.details().startswith(message)) == (code, True)
+    assert refused.value.code().name == code
+    assert refused.value.details().startswith(message)

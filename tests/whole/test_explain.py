@@ -1,4 +1,4 @@
-"""Explanations of a whole server: the embedded model, its tokenizer and the real cache."""
+"""A server with the embedded model, its tokenizer and the real cache explains why prompts are not reused."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from tests.whole.forked_server import serving
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    limited = ("--set", "tenants.limited.max_calls_per_s=0.001")
-    with serving(*limited) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
+    with (
+        serving("--set", "tenants.limited.max_calls_per_s=0.001") as (_, address),
+        Client(address, timeout_s=PATIENCE_S) as client,
+    ):
         yield client
 
 
 @pytest.fixture(autouse=True)
-def _empty(client: Client) -> None:
+def _empty_cache(client: Client) -> None:
     client.purge(everything=True)
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_shape_is_explained_before_and_after_it_was_computed(client: Client, name: str) -> None:
+def test_a_prompt_has_the_same_explanation_before_and_after_it_is_computed(client: Client, name: str) -> None:
     prompt, cached, kind = SHAPES[name]
     client.prefill(cached, tenant="acme")
     before = client.explain(prompt, tenant="acme")
@@ -44,33 +46,35 @@ def test_a_shape_is_explained_before_and_after_it_was_computed(client: Client, n
 
 
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape[2].value != "UNCLASSIFIED"])
-def test_lost_tokens_are_reused_if_the_span_is_that_of_the_cached_prompt(client: Client, name: str) -> None:
+def test_lost_tokens_are_reused_if_the_difference_is_replaced_by_the_cached_tokens(client: Client, name: str) -> None:
     encode = client.tokenizer().encode
     prompt, cached = (encode(text) for text in SHAPES[name][:2])
     client.prefill(cached)
-    found = client.explain(prompt)
-    start, lost = found.left_at_token, found.difference.lost_tokens
-    shared_end = start + found.difference.branch_span_tokens
-    corrected = cached[:shared_end] + prompt[start + found.difference.prompt_span_tokens :]
-    assert lost >= 32
-    assert client.probe(corrected).cached_tokens == min(shared_end + lost, len(corrected) - 1)
+    explanation = client.explain(prompt)
+    difference, start = explanation.difference, explanation.left_at_token
+    end_in_cached = start + difference.branch_span_tokens
+    end_in_prompt = start + difference.prompt_span_tokens
+    corrected_prompt = cached[:end_in_cached] + prompt[end_in_prompt:]
+    assert difference.lost_tokens >= 32
+    num_reusable = min(end_in_cached + difference.lost_tokens, len(corrected_prompt) - 1)
+    assert client.probe(corrected_prompt).cached_tokens == num_reusable
 
 
 def test_a_prompt_that_was_reused_has_nothing_to_explain(client: Client) -> None:
     prompt, cached, _ = SHAPES["ISO timestamp"]
     for text in (cached, prompt, prompt):
         client.prefill(text)
-    found = client.explain(prompt)
-    assert (found.left_at_token, found.computed_tokens) == (found.prompt_tokens, 1)
-    assert not found.HasField("difference")
+    explanation = client.explain(prompt)
+    assert (explanation.left_at_token, explanation.computed_tokens) == (explanation.prompt_tokens, 1)
+    assert not explanation.HasField("difference")
 
 
 def test_the_next_turn_of_a_conversation_has_nothing_to_explain(client: Client) -> None:
     turn = [*range(40, 140)]
-    answer = [each for part in client.generate(turn, max_new_tokens=20) for each in part.token_ids]
-    found = client.explain([*turn, *answer, 7, 8, 9])
-    assert found.left_at_token >= len(turn) + len(answer) - 1
-    assert not found.HasField("difference")
+    answer = [token_id for chunk in client.generate(turn, max_new_tokens=20) for token_id in chunk.token_ids]
+    explanation = client.explain([*turn, *answer, 7, 8, 9])
+    assert explanation.left_at_token >= len(turn) + len(answer) - 1
+    assert not explanation.HasField("difference")
 
 
 def test_an_unknown_adapter_is_not_found(client: Client) -> None:
@@ -88,11 +92,11 @@ def test_an_explanation_changes_nothing(client: Client) -> None:
     prompt, cached, _ = SHAPES["ISO timestamp"]
     client.prefill(cached)
 
-    def seen() -> list[object]:
+    def visible_state() -> list[object]:
         segments = [(each.num_uses, each.start_token, each.num_tokens) for each in client.segments().segments]
         stats = client.stats()
         return [segments, stats.tokens, stats.blocks, stats.tenants, stats.evicted_blocks]
 
-    before = seen()
+    before = visible_state()
     client.explain(prompt)
-    assert seen() == before
+    assert visible_state() == before

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.slow
 
 
 @contextlib.contextmanager
-def running_head():
-    """Run a Ray node on loopback; yield its address and its process, and stop everything afterwards."""
+def run_ray_head():
+    """Run a Ray node on loopback; yield its address and process id. Afterwards, stop the node and its processes."""
     port = free_port()
     flags = ["--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=4"]
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as directory:
@@ -43,12 +43,12 @@ def running_head():
                 )
                 yield f"127.0.0.1:{port}", head.pid
             finally:
-                left = descendants(head.pid)
+                started_pids = descendants(head.pid)
                 head.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     head.wait(10)
                 head.kill()
-                for pid in left:
+                for pid in started_pids:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
 
@@ -60,28 +60,31 @@ def test_a_fleet_joins_a_cluster_and_its_replicas_use_tls(tmp_path, monkeypatch)
     credential_files, ids = CredentialFiles(tmp_path), [*range(200)]
     settings = [f"server.{key}={value}" for key, value in credential_files.tls.items()]
     settings += [f"fleet.tls_ca={credential_files.ca_file}", "fleet.tls_name=localhost", "fleet.least_match_tokens=64"]
-    flags = [part for setting in settings for part in ("--set", setting)]
+    options = [argument for setting in settings for argument in ("--set", setting)]
     acme, boss = credential_files.client("acme"), credential_files.client("boss")
-    with running_head() as (address, head):
-        joining = ["--ray-address", address, "--replica-host", "node", "--replicas", "2"]
-        with running_fleet(*joining, *flags, log=tmp_path / "log") as fleet, Client(fleet.address, **acme) as client:
+    with run_ray_head() as (ray_address, head_pid):
+        fleet_options = ["--ray-address", ray_address, "--replica-host", "node", "--replicas", "2"]
+        with (
+            running_fleet(*fleet_options, *options, log=tmp_path / "log") as fleet,
+            Client(fleet.address, **acme) as client,
+        ):
             wait_until(lambda: client.route(ids).num_replicas == 2)
             assert client.prefill(ids).usage.cached_tokens == 0
             wait_until(lambda: client.route(ids).cached_tokens >= 192)  # events were received over TLS
-            home = client.route(ids).address
-            assert listener_of(home, descendants(head)), "it runs in that cluster"
-            with Client(home, timeout_s=PATIENCE_S, **acme) as replica:
+            caching_replica = client.route(ids).address
+            assert listener_of(caching_replica, descendants(head_pid)), "the replica is a process of that cluster"
+            with Client(caching_replica, timeout_s=PATIENCE_S, **acme) as replica:
                 held = replica.prefill(ids, hold_lease=True)
-                source = KVSource(address=home, lease_id=held.lease_id, epoch=held.epoch)
-                there = list(client.generate(ids, kv_source=source, max_new_tokens=5))
-                here = list(replica.generate(ids, max_new_tokens=5))
-            assert [chunk.token_ids for chunk in there] == [chunk.token_ids for chunk in here]
-            assert there[0].usage.remote_tokens >= 192, "one replica fetched from the other, over TLS"
+                source = KVSource(address=caching_replica, lease_id=held.lease_id, epoch=held.epoch)
+                generated_elsewhere = list(client.generate(ids, kv_source=source, max_new_tokens=5))
+                generated_there = list(replica.generate(ids, max_new_tokens=5))
+            assert [chunk.token_ids for chunk in generated_elsewhere] == [chunk.token_ids for chunk in generated_there]
+            assert generated_elsewhere[0].usage.remote_tokens >= 192, "one replica fetched from the other, over TLS"
             for credentials, code in (
                 ({"tls_ca": credential_files.ca_file}, grpc.StatusCode.UNAUTHENTICATED),
                 ({}, grpc.StatusCode.UNAVAILABLE),
             ):
-                with Client(home, timeout_s=PATIENCE_S, **credentials) as stranger:
+                with Client(caching_replica, timeout_s=PATIENCE_S, **credentials) as stranger:
                     with pytest.raises(grpc.RpcError) as refused:
                         stranger.prefill(ids)
                     assert refused.value.code() is code

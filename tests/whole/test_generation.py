@@ -1,4 +1,4 @@
-"""Generation in the engine core: batched with others, under memory pressure, and always with the same tokens."""
+"""Generations in the engine core, batched or under memory pressure, always have the tokens of the fake model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.core_bench import BLOCK_SIZE, Bench, purge_at_once
 from tests.fake_runner import continuation
 
 
-def generated(future: Future[GenerateResult]) -> tuple[int, ...]:
+def tokens_of(future: Future[GenerateResult]) -> tuple[int, ...]:
+    """Return the tokens of a generation that has ended."""
     return future.result(0).token_ids
 
 
@@ -34,12 +35,14 @@ def test_generation_follows_the_model_and_streams_all_but_the_last_token() -> No
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("length", range(1, 10))
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
-def test_every_length_of_prompt_and_completion(length: int, count: int) -> None:
+@pytest.mark.parametrize("num_new_tokens", [1, 2, 3, 4, 5, 9])
+def test_a_generation_of_any_length_follows_the_model_after_a_prompt_of_any_length(
+    length: int, num_new_tokens: int
+) -> None:
     bench = Bench()
-    futures = [bench.generate(range(length), count) for _ in range(3)]
+    futures = [bench.generate(range(length), num_new_tokens) for _ in range(3)]
     bench.run()
-    assert {generated(future) for future in futures} == {continuation(range(length), count)}
+    assert {tokens_of(future) for future in futures} == {continuation(range(length), num_new_tokens)}
     assert bench.cache.pool.num_leased == 0
 
 
@@ -49,7 +52,7 @@ def test_a_stop_token_ends_the_generation() -> None:
     stop = expected[3]
     future = bench.generate(range(10), 9, stop_token_ids=frozenset({stop, 255}))
     bench.run()
-    assert generated(future) == expected[: expected.index(stop) + 1]
+    assert tokens_of(future) == expected[: expected.index(stop) + 1]
     assert future.result(0).finish_reason is FinishReason.STOP
 
 
@@ -57,7 +60,8 @@ def test_the_next_turn_reuses_all_but_the_last_generated_token() -> None:
     bench = Bench()
     future = bench.generate(range(10), 9)
     bench.run()
-    turn = [*range(10), *generated(future), 77, 78]
+    turn = [*range(10), *tokens_of(future), 77, 78]
+    # The K/V of the last generated token was never computed.
     assert bench.prefill(turn).usage.cached_tokens == 10 + 8
     assert future.result(0).usage.written_tokens == 10 + 8
 
@@ -68,7 +72,7 @@ def test_a_prompt_is_reusable_during_its_generation() -> None:
     bench.core.step()
     bench.core.step()
     assert bench.prefill([*range(10), 200, 201]).usage.cached_tokens == 10
-    assert generated(future) == continuation(range(10), 20)
+    assert tokens_of(future) == continuation(range(10), 20)
 
 
 def test_requests_join_and_leave_at_every_step() -> None:
@@ -78,11 +82,11 @@ def test_requests_join_and_leave_at_every_step() -> None:
         bench.core.step()
     second = bench.generate(range(50, 54), 2)
     bench.run()
-    assert bench.runner.steps[3] == [(10, 11)], "it was running when the new prompt was received"
+    assert bench.runner.steps[3] == [(10, 11)], "this step was started ahead, before the new prompt was submitted"
     assert bench.runner.steps[4] == [(11, 12), (0, 4)], "the new prompt shares a step with the decoding request"
     assert bench.runner.steps[5] == [(12, 13), (4, 5)]
-    assert generated(first) == continuation(range(8), 6)
-    assert generated(second) == continuation(range(50, 54), 2)
+    assert tokens_of(first) == continuation(range(8), 6)
+    assert tokens_of(second) == continuation(range(50, 54), 2)
 
 
 def test_decoding_continues_during_a_chunked_prefill() -> None:
@@ -92,8 +96,10 @@ def test_decoding_continues_during_a_chunked_prefill() -> None:
     bench.submit(range(100, 400))
     while not decoding.done():
         bench.core.step()
-    assert len(bench.runner.steps) == 12
-    assert all(step[0] == (3 + n, 4 + n) for n, step in enumerate(bench.runner.steps) if n)
+    assert len(bench.runner.steps) == 12, (
+        "each step has one token of the decoding request, and a chunk of the other prompt"
+    )
+    assert [step[0] for step in bench.runner.steps[1:]] == [(3 + n, 4 + n) for n in range(1, 12)]
     bench.run()
 
 
@@ -101,15 +107,17 @@ def test_followers_of_a_generation_start_when_its_prompt_is_computed() -> None:
     bench = Bench(num_blocks=256, max_step_tokens=100)
     futures = [bench.generate([*range(40), 100 + i], 30) for i in range(4)]
     bench.run()
-    assert [generated(f) for f in futures] == [continuation([*range(40), 100 + i], 30) for i in range(4)]
-    assert sum(f.result(0).usage.computed_tokens for f in futures) == 40 + 4
-    assert bench.runner.computed_tokens == 40 + 4 + 4 * 29
+    assert [tokens_of(f) for f in futures] == [continuation([*range(40), 100 + i], 30) for i in range(4)]
+    num_prompt_tokens_computed = 40 + 4  # the common prefix once, and the last token of each
+    assert sum(f.result(0).usage.computed_tokens for f in futures) == num_prompt_tokens_computed
+    assert bench.runner.computed_tokens == num_prompt_tokens_computed + 4 * 29
 
 
 def test_equal_prompts_that_end_inside_a_block_are_computed_once_and_diverge() -> None:
     bench = Bench(num_blocks=256)
     futures = [bench.generate(range(10), 9, temperature=1.0, seed=seed) for seed in range(4)]
     bench.run()
+    # The first request computes the prompt, and each of the others its last token.
     assert sum(f.result(0).usage.computed_tokens for f in futures) == 10 + 3
     assert bench.cache.pool.num_leased == 0
 
@@ -124,12 +132,16 @@ class TestFinish:
         bench.run()
         result = future.result(0)
         assert result.token_ids[:7] == continuation(range(10), 7)
-        assert len(result.token_ids) <= 9, "at most the running step, and the one before it"
+        assert len(result.token_ids) <= 9, (
+            "besides the seven tokens, at most those of the running step and of the one before it"
+        )
         assert (result.finish_reason, result.usage.generated_tokens) == (FinishReason.STOP, len(result.token_ids))
         assert bench.core.stats.load().requests.finished == 1
         assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
-        again = bench.prefill([*range(10), *result.token_ids])
-        assert again.usage.computed_tokens == 1, "all but the last token is cached, also in the last block"
+        next_turn = bench.prefill([*range(10), *result.token_ids])
+        assert next_turn.usage.computed_tokens == 1, (
+            "all tokens but the last are cached, those of the incomplete last block too"
+        )
 
     def test_other_generations_continue(self) -> None:
         bench = Bench()
@@ -138,24 +150,22 @@ class TestFinish:
             bench.core.step()
         futures[1].finish()
         bench.run()
-        assert len(generated(futures[1])) < 20
-        assert [generated(futures[i]) for i in (0, 2)] == [continuation(range(s, s + 10), 20) for s in (0, 60)]
+        assert len(tokens_of(futures[1])) < 20
+        assert [tokens_of(futures[i]) for i in (0, 2)] == [continuation(range(s, s + 10), 20) for s in (0, 60)]
 
     def test_a_preempted_generation_can_be_finished(self) -> None:
         bench = Bench(num_blocks=9)
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
         while not bench.core.stats.load().requests.paused:
             bench.core.step()
-        preempted = [
-            future for future in futures if len(future.streamed) < max(len(each.streamed) for each in futures)
-        ] or futures
-        youngest = preempted[-1]
-        computed = bench.runner.computed_tokens
-        youngest.finish()
-        while not youngest.done():
+        (request,) = (each for each in bench.core._scheduler.idle_requests() if each.is_preempted)
+        (preempted,) = (future for future in futures if future is request.future)
+        num_computed_before = bench.runner.computed_tokens
+        preempted.finish()
+        while not preempted.done():
             bench.core.step()
-        assert bench.runner.computed_tokens - computed <= 3, "it is not computed again"
-        assert youngest.result(0).finish_reason is FinishReason.STOP
+        assert bench.runner.computed_tokens - num_computed_before <= 3, "the preempted generation is not computed again"
+        assert preempted.result(0).finish_reason is FinishReason.STOP
         bench.run()
         assert bench.cache.pool.num_leased == 0
 
@@ -187,15 +197,15 @@ class TestFinish:
             bench.core.step()
         future.finish()
         bench.run()
-        again = bench.prefill([*range(10), *future.result(0).token_ids])
-        assert again.usage.computed_tokens == 1
+        next_turn = bench.prefill([*range(10), *future.result(0).token_ids])
+        assert next_turn.usage.computed_tokens == 1
 
     def test_finish_does_nothing_before_the_first_token_and_after_the_end(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 4)
         future.finish()
         bench.run()
-        assert generated(future) == continuation(range(10), 4)
+        assert tokens_of(future) == continuation(range(10), 4)
         future.finish()
         assert bench.prefill(range(10)).usage.prompt_tokens == 10
         assert future.result(0).finish_reason is FinishReason.LENGTH
@@ -236,30 +246,32 @@ class TestPressure:
         bench = Bench(num_blocks=9)
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
         bench.run()
-        assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
+        assert [tokens_of(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
         requests = bench.core.stats.load().requests
         assert requests.pauses > 0
         assert requests.paused == 0
         assert futures[0].result(0).usage.recomputed_tokens == 0, "the oldest is never preempted"
         recomputed_tokens = bench.core.stats.stats().tokens.recomputed
         assert recomputed_tokens == sum(f.result(0).usage.recomputed_tokens for f in futures)
-        assert recomputed_tokens == bench.runner.computed_tokens - 3 * (8 + 15)
+        num_tokens_computed_once = 3 * (8 + 15)  # of each request: its prompt, and its new tokens but the last
+        assert recomputed_tokens == bench.runner.computed_tokens - num_tokens_computed_once
 
     def test_a_resumed_request_reuses_what_it_published(self) -> None:
         bench = Bench(num_blocks=12)
         old, young = bench.generate(range(8), 24), bench.generate(range(50, 58), 24)
         bench.run()
-        assert generated(old) == continuation(range(8), 24)
-        assert generated(young) == continuation(range(50, 58), 24)
+        assert tokens_of(old) == continuation(range(8), 24)
+        assert tokens_of(young) == continuation(range(50, 58), 24)
         usage = young.result(0).usage
         assert 0 < usage.recomputed_tokens < 8 + 23
         assert usage.cached_tokens + usage.computed_tokens == 8
 
     def test_a_single_request_can_use_all_blocks_but_one(self) -> None:
         bench = Bench(num_blocks=6)
-        future = bench.generate(range(6), 5 * BLOCK_SIZE - 6 + 1)
+        num_new_tokens = 5 * BLOCK_SIZE - 6 + 1  # the last one needs no K/V
+        future = bench.generate(range(6), num_new_tokens)
         bench.run()
-        assert generated(future) == continuation(range(6), 15)
+        assert tokens_of(future) == continuation(range(6), num_new_tokens)
 
     def test_a_single_request_without_blocks_fails_with_the_expiry_of_held_leases(self) -> None:
         bench = Bench(num_blocks=4, held_lease_ttl_s=30.0)
@@ -277,15 +289,16 @@ class TestPressure:
         other = bench.generate(range(200, 208), 24, tenant="other")
         futures = [bench.generate(range(start, start + 8), 16, tenant="acme") for start in (0, 50)]
         bench.run()
-        assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50)]
+        assert [tokens_of(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50)]
         assert bench.core.stats.load().requests.pauses > 0
         assert other.result(0).usage.recomputed_tokens == 0
 
     def test_a_generation_at_its_ceiling_is_not_preempted_for_every_token(self) -> None:
         bench = Bench(num_blocks=64, quotas={"acme": Quota(ceiling_blocks=4)})
-        future = bench.generate(range(6), 4 * BLOCK_SIZE - 6 + 1, tenant="acme")
+        num_new_tokens = 4 * BLOCK_SIZE - 6 + 1  # the last one needs no K/V
+        future = bench.generate(range(6), num_new_tokens, tenant="acme")
         bench.run()
-        assert generated(future) == continuation(range(6), 11)
+        assert tokens_of(future) == continuation(range(6), num_new_tokens)
         usage = future.result(0).usage
         assert bench.core.stats.load().requests.pauses <= 1
         assert usage.recomputed_tokens <= BLOCK_SIZE
@@ -295,13 +308,14 @@ class TestPressure:
         bench = Bench(num_blocks=7)
         first = bench.generate(range(12), 12)
         bench.core.step()
-        second = bench.generate(range(50, 62), 8)  # there are three blocks for it, and none would be left for the first
+        # Three blocks are available. The second prompt needs all of them, and the first request needs some to decode.
+        second = bench.generate(range(50, 62), 8)
         bench.core.step()
         assert bench.core.stats.load().requests.running == 1
         bench.run()
         assert bench.core.stats.load().requests.pauses == 0
-        assert generated(first) == continuation(range(12), 12)
-        assert generated(second) == continuation(range(50, 62), 8)
+        assert tokens_of(first) == continuation(range(12), 12)
+        assert tokens_of(second) == continuation(range(50, 62), 8)
 
     def test_a_request_that_waits_for_blocks_is_retried_in_each_step(self) -> None:
         bench = Bench(num_blocks=10)
@@ -311,9 +325,9 @@ class TestPressure:
         waiting = bench.generate([*range(16), 77, 78], 2)
         bench.core.step()
         assert short.done()
-        assert not waiting.streamed, "the two others need what was left"
+        assert not waiting.streamed, "the other two requests need the blocks that were free"
         bench.core.step()
-        assert waiting.streamed, "it needs one block, and not five"
+        assert waiting.streamed, "the request needs one block besides the cached prefix, and not five"
         assert not shared.done()
         bench.run()
 
@@ -323,14 +337,14 @@ class TestPressure:
         while min(len(future.streamed) for future in running) < 2:
             bench.core.step()
         num_free = bench.cache.pool.num_free + bench.cache.num_evictable_blocks
-        brief = bench.submit(range(100, 100 + num_free * BLOCK_SIZE))
+        short = bench.submit(range(100, 100 + num_free * BLOCK_SIZE))
         held = bench.submit(range(200, 204), hold_lease=True)
-        bench.core.step()  # it was running
+        bench.core.step()  # started ahead, before the two prefills were submitted
         bench.core.step()
-        assert brief.done()
-        assert not held.done(), "it would keep its blocks"
+        assert short.done()
+        assert not held.done(), "a held lease would keep the blocks that running generations need"
         bench.run()
-        assert [generated(f) for f in running] == [continuation(range(start, start + 5), 6) for start in (0, 50)]
+        assert [tokens_of(f) for f in running] == [continuation(range(start, start + 5), 6) for start in (0, 50)]
         assert bench.core.stats.load().requests.pauses == 0
 
     def test_no_request_follows_a_resumed_request_that_decodes(self) -> None:
@@ -339,45 +353,47 @@ class TestPressure:
         future = bench.generate(range(8), 40)
         for _ in range(9):
             bench.core.step()
-        bench.core._preemptor.preempt(*bench.core._scheduler.running)  # all but its last token is published
+        bench.core._preemptor.preempt(*bench.core._scheduler.running)  # all its tokens but the last are published
         bench.core.step()
         assert not bench.core._flights._leads
         bench.run()
-        assert generated(future) == continuation(range(8), 40)
+        assert tokens_of(future) == continuation(range(8), 40)
 
-    @pytest.mark.parametrize("options", [{"read_cache": False}, {"write_cache": False}])
+    @pytest.mark.parametrize("options", [{"read_cache": False}, {"write_cache": False}], ids=["no read", "no write"])
     def test_a_preempted_request_without_cache_access_recomputes_everything(self, options: dict[str, bool]) -> None:
         bench = Bench(num_blocks=9)
         futures = [bench.generate(range(start, start + 8), 16, **options) for start in (0, 50, 100)]
         bench.run()
-        assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
+        assert [tokens_of(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
         assert bench.core.stats.stats().tokens.recomputed > 0
 
-    def test_a_purge_of_a_preempted_request_only_changes_what_it_publishes(self) -> None:
+    def test_a_preempted_request_that_is_purged_publishes_nothing_and_returns_the_same_tokens(self) -> None:
         bench = Bench(num_blocks=9)
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
         while not bench.core.stats.load().requests.paused:
             bench.core.step()
         purge_at_once(bench.core, tenant="")
         bench.run()
-        assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
+        assert [tokens_of(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
         assert bench.core.stats.load().blocks.published == 0
 
     def test_a_request_that_would_be_preempted_at_once_is_not_admitted(self) -> None:
-        """There are enough blocks for the new request, but what it reuses cannot be evicted for the running one."""
+        """Blocks suffice for the new request, but those that it reuses cannot be evicted for the running one."""
         bench = Bench(num_blocks=8)
         bench.prefill(range(100, 116))
         running = bench.generate(range(8), 8)
         while len(running.streamed) < 2:
             bench.core.step()
         assert (bench.cache.pool.num_free, bench.cache.num_evictable_blocks) == (1, 4)
-        coming = bench.generate(range(100, 120), 4)
+        new = bench.generate(range(100, 120), 4)
         bench.run()
-        assert generated(running) == continuation(range(8), 8)
-        assert generated(coming) == continuation(range(100, 120), 4)
+        assert tokens_of(running) == continuation(range(8), 8)
+        assert tokens_of(new) == continuation(range(100, 120), 4)
         assert bench.core.stats.load().requests.pauses == 0
         (tenant,) = bench.core.stats.stats().tenants
-        assert (tenant.hit_tokens, tenant.miss_tokens) == (16, 16 + 8 + 4), "what waits has reused nothing yet"
+        assert (tenant.hit_tokens, tenant.miss_tokens) == (16, 16 + 8 + 4), (
+            "a request counts as a hit when it is admitted, not when it begins to wait"
+        )
 
     def test_a_long_cached_path_does_not_block_a_request_that_reuses_its_beginning(self) -> None:
         bench = Bench(num_blocks=14)
@@ -386,14 +402,14 @@ class TestPressure:
         while len(running.streamed) < 2:
             bench.core.step()
         assert (bench.cache.pool.num_free, bench.cache.num_evictable_blocks) == (1, 10)
-        coming = bench.submit([*range(100, 108), 1, 2, 3, 4])
-        bench.core.step()  # it was running
+        new = bench.submit([*range(100, 108), 1, 2, 3, 4])
+        bench.core.step()  # started ahead, before the request was submitted
         bench.core.step()
-        assert coming.result(0).usage.cached_tokens == 8
+        assert new.result(0).usage.cached_tokens == 8
 
 
-class TestWaysOut:
-    def test_a_cancelled_generation_releases_its_blocks_and_keeps_what_it_published(self) -> None:
+class TestCancellationAndFailure:
+    def test_a_cancelled_generation_releases_its_blocks_and_its_published_tokens_stay_cached(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 50)
         for _ in range(8):
@@ -440,16 +456,16 @@ class TestWaysOut:
         bench.clock.now_s = 5.0
         bench.run()
         assert isinstance(future.exception(0), DeadlinePassed)
-        assert len(future.streamed) == 5, "the last one was in flight"
+        assert len(future.streamed) == 5, "the step of the last token was running when the deadline passed"
         assert bench.cache.pool.num_leased == 0
 
     def test_a_callback_that_raises_fails_only_its_request(self) -> None:
         bench = Bench()
-        broken, whole = bench.generate(range(10), 5), bench.generate(range(20, 30), 5)
-        broken.streamed = None
+        failing, other = bench.generate(range(10), 5), bench.generate(range(20, 30), 5)
+        failing.streamed = None  # so that the callback of `Bench` raises
         bench.run()
-        assert isinstance(broken.exception(0), StepFailed)
-        assert generated(whole) == continuation(range(20, 30), 5)
+        assert isinstance(failing.exception(0), StepFailed)
+        assert tokens_of(other) == continuation(range(20, 30), 5)
         assert bench.cache.pool.num_leased == 0
 
     def test_a_failed_step_fails_the_requests_in_it(self) -> None:
@@ -475,16 +491,16 @@ def test_random_concurrent_requests_in_a_small_pool_get_their_own_results(seed: 
     expected: dict[Future[GenerateResult], tuple[int, ...]] = {}
     for _ in range(30):
         prompt = [*rng.choice(stems)[: rng.randint(1, 24)], rng.randrange(256)]
-        count = rng.randint(1, 24)
+        num_new_tokens = rng.randint(1, 24)
         options = {"tenant": rng.choice("ab"), "read_cache": rng.random() < 0.9, "write_cache": rng.random() < 0.9}
-        expected[bench.generate(prompt, count, **options)] = continuation(prompt, count)
+        expected[bench.generate(prompt, num_new_tokens, **options)] = continuation(prompt, num_new_tokens)
         if rng.random() < 0.1:
             rng.choice(list(expected)).cancel()
         if rng.random() < 0.5:
             bench.core.step()
             bench.cache.check()
     bench.run()
-    assert all(future.cancelled() or generated(future) == answer for future, answer in expected.items())
+    assert all(future.cancelled() or tokens_of(future) == token_ids for future, token_ids in expected.items())
     assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
     assert not bench.core._flights._waits
     assert not bench.core._flights._leads
@@ -496,7 +512,8 @@ def test_a_cached_prefix_that_would_be_pinned_does_not_count_as_free() -> None:
     growing = bench.generate(range(50, 62), 12)
     bench.core.step()
     bench.core.step()
-    big = bench.submit([*range(16), *range(100, 116)])  # four blocks are free and four cached: it would take all eight
+    # Four blocks are free and four cached; the request would take the free ones and pin the cached ones.
+    big = bench.submit([*range(16), *range(100, 116)])
     bench.core.step()
     assert bench.core.stats.load().requests.running == 1
     bench.run()
@@ -510,11 +527,11 @@ def test_a_callback_that_exits_the_thread_fails_only_its_request() -> None:
     future, other = bench.generate(range(10), 7), bench.generate(range(50, 60), 7)
     request = next(iter(bench.core._scheduler.idle_requests()))
 
-    def leave(_: object) -> None:
+    def exit_thread(_: object) -> None:
         raise SystemExit
 
     assert request.generation is not None
-    request.generation.on_tokens = leave
+    request.generation.on_tokens = exit_thread
     bench.run()
     assert isinstance(future.exception(0), StepFailed)
-    assert generated(other) == continuation(range(50, 60), 7)
+    assert tokens_of(other) == continuation(range(50, 60), 7)

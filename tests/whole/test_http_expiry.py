@@ -1,4 +1,4 @@
-"""A short run of the campaign of expiry, and what it detects."""
+"""A short run of the expiry campaign over HTTP finds no mistake, and wrong counts are detected."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import pytest
 from tests.whole.http_expiry import Document, run
 
 
-def test_what_is_retained_is_read_until_it_expires() -> None:
+def test_a_retained_document_is_read_until_it_expires() -> None:
     outcomes = asyncio.run(run(num_calls=200, seed=2))
     assert set(outcomes) == {"first", "retained", "kept", "evicted"}
 
 
-def usage(plain: int, created: int, read: int, miss_reason: str | None = None) -> dict[str, Any]:
+def usage(uncached: int, created: int, read: int, miss_reason: str | None = None) -> dict[str, Any]:
+    """Return a usage as the API reports it; the first three arguments are numbers of tokens."""
     return {
-        "input_tokens": plain,
+        "input_tokens": uncached,
         "cache_creation_input_tokens": created,
         "cache_read_input_tokens": read,
         "miss_reason": miss_reason,
@@ -35,6 +36,6 @@ def usage(plain: int, created: int, read: int, miss_reason: str | None = None) -
         (usage(10, 0, 15), 0.0, "WRONG the breakpoint is after 15 tokens, and was after 20"),
     ],
 )
-def test_wrong_counts_are_detected(counts: dict[str, Any], now_s: float, outcome: str) -> None:
-    document = Document("a", "5m", num_tokens=20, expires_s=300.0)
-    assert document.outcome(counts, 25, now_s)[: len(outcome)] == outcome
+def test_a_call_has_the_outcome_that_its_counts_show(counts: dict[str, Any], now_s: float, outcome: str) -> None:
+    document = Document("a", "5m", num_tokens=20, expires_at_s=300.0)
+    assert document.check_usage(counts, 25, now_s).startswith(outcome)

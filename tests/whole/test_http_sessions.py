@@ -1,4 +1,4 @@
-"""Sessions and hints over HTTP: who names a session, and what an answer shows of it."""
+"""Sessions, hints and explanations over HTTP: how requests name a session, and what responses report."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.whole.test_http_tool_formats import write_model
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 TOOL: Any = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
-MODEL = ""  # the served one
-ONE: Any = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"enum": [1]}}}
+MODEL = ""  # the model that is served
+SCHEMA_OF_ONE: Any = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"enum": [1]}}}
 MESSAGES: Any = [{"role": "user", "content": "What time is it?"}]
 
 
 class Service(NamedTuple):
-    """One server, by its three protocols."""
+    """Clients of one server: OpenAI's, Anthropic's, and over gRPC."""
 
     gpt: openai.OpenAI
     claude: anthropic.Anthropic
@@ -56,13 +56,14 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 @pytest.fixture(autouse=True)
-def _empty(service: Service) -> None:
+def _empty_cache(service: Service) -> None:
     service.grpc.purge(everything=True)
 
 
 def chat(service: Service, **options: Any) -> Any:
-    options = {"messages": MESSAGES, "max_tokens": 4, **options}
-    return service.gpt.chat.completions.create(model=MODEL, **options)
+    """Make a chat completion with OpenAI's client."""
+    defaults = {"messages": MESSAGES, "max_tokens": 4}
+    return service.gpt.chat.completions.create(model=MODEL, **{**defaults, **options})
 
 
 @pytest.mark.parametrize(
@@ -74,13 +75,16 @@ def chat(service: Service, **options: Any) -> Any:
         {"extra_headers": {"session_id": "build-42"}},
         {"extra_body": {"session_id": "build-42"}, "extra_headers": {"x-session-id": "other"}},
     ],
+    ids=["body", "x-session-id", "Claude Code", "session_id", "the body before a header"],
 )
 def test_a_request_names_its_session(service: Service, options: dict[str, Any]) -> None:
     chat(service, **options)
     assert service.session().session_id == "build-42"
 
 
-@pytest.mark.parametrize("user", ["user_1f_account__session_build-42", json.dumps({"session_id": "build-42"})])
+@pytest.mark.parametrize(
+    "user", ["user_1f_account__session_build-42", json.dumps({"session_id": "build-42"})], ids=["text", "JSON"]
+)
 def test_claude_code_names_its_session_in_the_user_id(service: Service, user: str) -> None:
     service.claude.messages.create(model=MODEL, max_tokens=4, messages=MESSAGES, metadata={"user_id": user})
     assert service.session().session_id == "build-42"
@@ -90,12 +94,15 @@ def test_claude_code_names_its_session_in_the_user_id(service: Service, user: st
     ("options", "awaits"),
     [
         ({"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}, Awaits.TOOL),
-        ({"response_format": ONE, "max_tokens": 60}, Awaits.USER),
-        ({"response_format": ONE, "max_tokens": 60, "tools": [TOOL]}, Awaits.USER),
+        ({"response_format": SCHEMA_OF_ONE, "max_tokens": 60}, Awaits.USER),
+        ({"response_format": SCHEMA_OF_ONE, "max_tokens": 60, "tools": [TOOL]}, Awaits.USER),
         ({"extra_body": {"ignore_eos": True}}, Awaits.UNKNOWN),
     ],
+    ids=["tool call", "whole answer", "whole answer with tools", "cut off"],
 )
-def test_the_answer_shows_what_the_session_waits_for(service: Service, options: dict[str, Any], awaits: Awaits) -> None:
+def test_the_end_of_an_answer_decides_what_the_session_waits_for(
+    service: Service, options: dict[str, Any], awaits: Awaits
+) -> None:
     body = {"session_id": "s", **options.pop("extra_body", {})}
     chat(service, extra_body=body, **options)
     assert service.session().awaits == awaits
@@ -103,8 +110,8 @@ def test_the_answer_shows_what_the_session_waits_for(service: Service, options: 
 
 def test_hints_are_applied_and_answered_in_the_usage(service: Service) -> None:
     action = {"action_id": "a", "action_type": "kv.retain", "action_version": "1.0", "payload": {"priority": 70}}
-    wrong = {**action, "action_id": "b", "payload": {"priority": 700}}
-    hints = {"protocol_version": "1.0", "message_id": "m", "actions": [action, wrong]}
+    invalid_action = {**action, "action_id": "b", "payload": {"priority": 700}}
+    hints = {"protocol_version": "1.0", "message_id": "m", "actions": [action, invalid_action]}
     answer = chat(service, extra_body={"kv_hints": hints})
     accepted, refused = answer.usage.model_extra["kv_hints"]
     assert (accepted["action_id"], accepted["status"], accepted["reason"]) == ("a", "accepted", None)
@@ -131,14 +138,15 @@ def test_an_explanation_of_the_prompt_is_in_the_usage_of_each_api(service: Servi
 
     chat(service, messages=messages("10:31"))
     answer = chat(service, messages=messages("10:47"), extra_body={"explain": True})
-    found = answer.usage.model_extra["explanation"]
-    assert found["prompt_tokens"] == answer.usage.prompt_tokens
-    assert (found["cached_tokens"], found["miss_reason"]) == (found["left_at_token"], "diverged")
-    difference = found["difference"]
+    explanation = answer.usage.model_extra["explanation"]
+    assert explanation["prompt_tokens"] == answer.usage.prompt_tokens
+    assert (explanation["cached_tokens"], explanation["miss_reason"]) == (explanation["left_at_token"], "diverged")
+    difference = explanation["difference"]
     assert difference["kind"] == "date_or_time"
     assert difference["prompt"]["different_text"] in "10:47"
     assert difference["branch"]["different_text"] in "10:31"
-    assert 0 < difference["lost_tokens"] < found["computed_tokens"] <= answer.usage.prompt_tokens
+    assert 0 < difference["lost_tokens"] < explanation["computed_tokens"] <= answer.usage.prompt_tokens
+
     claude = service.claude.messages.create(
         model=MODEL, max_tokens=4, messages=messages("10:53"), extra_body={"explain": True}
     )

@@ -1,4 +1,4 @@
-"""Calls and reasoning over HTTP in other formats than Hermes', some of whose tags are special tokens."""
+"""Over HTTP: tool calls in Mistral's format, some of whose tags are special tokens, and reasoning in tags."""
 
 from __future__ import annotations
 
@@ -23,33 +23,39 @@ pytestmark = pytest.mark.usefixtures("forked_servers")
 
 # The prompt ends with the beginning of reasoning if it is switched on.
 TEMPLATE = f"{MISTRAL_ARGS}{{% if enable_thinking %}}<think>\n{{% endif %}}{{# until </think> #}}"
-UNIT = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
-NOTHING = {"type": "object", "additionalProperties": False}
+SCHEMA_WITH_UNIT = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
+EMPTY_SCHEMA = {"type": "object", "additionalProperties": False}
 TOOLS: Any = [
-    {"type": "function", "function": {"name": "auto", "parameters": {**UNIT, "additionalProperties": False}}},
-    {"type": "function", "function": {"name": "none", "parameters": NOTHING}},
+    {
+        "type": "function",
+        "function": {"name": "auto", "parameters": {**SCHEMA_WITH_UNIT, "additionalProperties": False}},
+    },
+    {"type": "function", "function": {"name": "none", "parameters": EMPTY_SCHEMA}},
 ]
-NAMED = {"type": "function", "function": {"name": "auto"}}
+NAMED_TOOL = {"type": "function", "function": {"name": "auto"}}
 QUESTION: Any = [{"role": "user", "content": "How warm is it?"}]
 
 
 def write_model(directory: Path, template: str, tags: list[str]) -> None:
-    """Write the embedded model with a template, and with further special tokens."""
-    torch.manual_seed(0)  # of the embeddings that are added
+    """Write the embedded model with a chat template, and with `tags` as further special tokens."""
+    torch.manual_seed(0)  # for the embeddings of the further tokens
     model = build_tiny_model("eager")
-    model.resize_token_embeddings(512 + len(tags))
+    old_size = model.config.vocab_size
+    new_size = old_size + len(tags)
+    model.resize_token_embeddings(new_size)
     model.save_pretrained(directory)
     write_tiny_files(directory)
-    config = directory / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 512 + len(tags)}))
-    settings = directory / "tokenizer_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
-    file = directory / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
+    config_file = directory / "config.json"
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "vocab_size": new_size}))
+    settings_file = directory / "tokenizer_config.json"
+    settings_file.write_text(json.dumps({**json.loads(settings_file.read_text()), "chat_template": template}))
+
+    tokenizer_file = directory / "tokenizer.json"
+    tokenizer = json.loads(tokenizer_file.read_text())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     for index, tag in enumerate(tags):
-        tokenizer["added_tokens"].append({"id": 512 + index, "content": tag, "special": True, **flags})
-    file.write_text(json.dumps(tokenizer))
+        tokenizer["added_tokens"].append({"id": old_size + index, "content": tag, "special": True, **flags})
+    tokenizer_file.write_text(json.dumps(tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +79,16 @@ def claude(url: str) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def test_calls_are_forced_and_read_in_each_api(gpt: Any, claude: Any) -> None:
+def test_tool_calls_are_forced_and_parsed_in_each_api(gpt: Any, claude: Any) -> None:
     options = {"model": "", "messages": QUESTION, "tools": TOOLS, "temperature": 0, "max_tokens": 200}
-    (whole,) = gpt.chat.completions.create(tool_choice=NAMED, **options).choices
+    (whole,) = gpt.chat.completions.create(tool_choice=NAMED_TOOL, **options).choices
     (call,) = whole.message.tool_calls
     assert (whole.message.content, whole.finish_reason, call.function.name) == (None, "tool_calls", "auto")
     assert json.loads(call.function.arguments)["unit"] in ("C", "F")
 
-    chunks = [each.choices[0] for each in gpt.chat.completions.create(tool_choice=NAMED, stream=True, **options)]
-    (streamed,) = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
-    assert streamed.function.model_dump() == call.function.model_dump()
+    chunks = [each.choices[0] for each in gpt.chat.completions.create(tool_choice=NAMED_TOOL, stream=True, **options)]
+    (streamed_call,) = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
+    assert streamed_call.function.model_dump() == call.function.model_dump()
     assert not any(chunk.delta.content for chunk in chunks)
 
     result = {"role": "tool", "tool_call_id": call.id, "content": "12"}  # the template requires an id of 9 characters
@@ -90,28 +96,37 @@ def test_calls_are_forced_and_read_in_each_api(gpt: Any, claude: Any) -> None:
     (second,) = gpt.chat.completions.create(tool_choice="none", **turn).choices
     assert second.message.tool_calls is None
 
-    tools = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS]
+    claude_tools = [
+        {"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS
+    ]
     choice = {"type": "tool", "name": "none"}
-    message = claude.messages.create(model="", max_tokens=200, messages=QUESTION, tools=tools, tool_choice=choice)
+    message = claude.messages.create(
+        model="", max_tokens=200, messages=QUESTION, tools=claude_tools, tool_choice=choice
+    )
     (block,) = message.content
     assert (message.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "none")
 
-    tools = [{"type": "function", **each["function"]} for each in TOOLS]
+    flat_tools = [{"type": "function", **each["function"]} for each in TOOLS]
     response = gpt.responses.create(
         model="",
         input="How warm?",
-        tools=tools,
+        tools=flat_tools,
         tool_choice={"type": "function", "name": "auto"},
         max_output_tokens=200,
     )
     (item,) = response.output
     assert (item.type, item.name) == ("function_call", "auto")
-    subset = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "none"}]}
+    allowed_tools = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "none"}]}
     response = gpt.responses.create(
-        model="", input="?", tools=tools, tool_choice=subset, max_output_tokens=200, parallel_tool_calls=False
+        model="",
+        input="?",
+        tools=flat_tools,
+        tool_choice=allowed_tools,
+        max_output_tokens=200,
+        parallel_tool_calls=False,
     )
     assert [each.name for each in response.output] == ["none"]
-    assert response.tool_choice.model_dump() == subset
+    assert response.tool_choice.model_dump() == allowed_tools
 
 
 def test_reasoning_is_separated_in_each_api(gpt: Any, claude: Any) -> None:
@@ -130,28 +145,32 @@ def test_reasoning_is_separated_in_each_api(gpt: Any, claude: Any) -> None:
     assert not hasattr(hidden.message, "reasoning")
 
     thinking = {"type": "enabled", "budget_tokens": 1024}
-    same = {
+    claude_options = {
         "model": "",
         "messages": QUESTION,
         "max_tokens": 20,
         "thinking": thinking,
         "extra_body": {"temperature": 0},
     }
-    with claude.messages.stream(**same) as stream:
+    with claude.messages.stream(**claude_options) as stream:
         (block,) = stream.get_final_message().content
     assert (block.type, block.thinking) == ("thinking", message.reasoning)
     assert block.signature
 
-    asked = {"model": "", "input": QUESTION, "temperature": 0, "max_output_tokens": 20, "reasoning": {"effort": "low"}}
-    (item,) = gpt.responses.create(**asked).output
+    response_options = {
+        "model": "",
+        "input": QUESTION,
+        "temperature": 0,
+        "max_output_tokens": 20,
+        "reasoning": {"effort": "low"},
+    }
+    (item,) = gpt.responses.create(**response_options).output
     assert (item.type, item.content[0].text) == ("reasoning", message.reasoning)
-    events = list(gpt.responses.create(stream=True, **asked))
+    events = list(gpt.responses.create(stream=True, **response_options))
     assert "".join(each.delta for each in events if each.type == "response.reasoning_text.delta") == message.reasoning
 
 
-def test_without_a_request_for_reasoning_the_template_decides_or_anthropics_default_holds(
-    gpt: Any, claude: Any
-) -> None:
+def test_without_an_option_for_reasoning_neither_api_reasons(gpt: Any, claude: Any) -> None:
     message = claude.messages.create(model="", max_tokens=5, messages=QUESTION, extra_body={"temperature": 0})
     assert [block.type for block in message.content] == ["text"]
     (choice,) = gpt.chat.completions.create(model="", messages=QUESTION, max_tokens=5, seed=1).choices

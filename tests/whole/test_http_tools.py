@@ -1,4 +1,4 @@
-"""Tools over HTTP, with the official clients: a model that must call one does, and the next turn has its call."""
+"""Tools over HTTP with the official clients: forced tool calls, their rendering in the next turn, and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.whole.forked_server import serving
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
-# The tools and calls of ChatML, as in the templates of Hermes and Qwen.
+# ChatML with tools and tool calls, as in the templates of Hermes and Qwen.
 TEMPLATE = """{%- if tools %}<|im_start|>system
 Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}<|im_end|>
 {% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
@@ -42,12 +42,13 @@ QUESTION: Any = [{"role": "user", "content": "How warm is it?"}]
 
 
 def write_model_with_tools(folder: Path) -> Path:
-    """Write the embedded model with this template into a folder, and return its directory."""
+    """Write the embedded model with the template of this file into a folder, and return the directory of the model."""
     directory = folder / "with-tools"
     build_tiny_model("eager").save_pretrained(directory)
     write_tiny_files(directory)
-    path = directory / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
+    settings_file = directory / "tokenizer_config.json"
+    settings = json.loads(settings_file.read_text())
+    settings_file.write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
     return directory
 
 
@@ -61,6 +62,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def gpt(url: str) -> Iterator[Any]:
+    """A function that makes a chat completion with OpenAI's client."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield lambda **options: client.chat.completions.create(model="", max_completion_tokens=200, **options)
 
@@ -87,41 +89,44 @@ def test_a_model_that_must_call_one_tool_calls_that_one(gpt: Any) -> None:
     assert json.loads(call.function.arguments)["unit"] in {"C", "F"}
 
 
-def test_a_streamed_call_is_the_same(gpt: Any) -> None:
+def test_a_streamed_tool_call_equals_the_one_that_is_not_streamed(gpt: Any) -> None:
     forced = {"type": "function", "function": {"name": "weather"}}
     options = {"messages": QUESTION, "tools": TOOLS, "tool_choice": forced, "temperature": 0}
     (whole,) = gpt(**options).choices
-    deltas = [chunk.choices[0] for chunk in gpt(stream=True, **options)]
-    (call,) = [call for each in deltas for call in each.delta.tool_calls or ()]
-    assert (call.index, call.function) == (0, call.function)
+    choices = [chunk.choices[0] for chunk in gpt(stream=True, **options)]
+    (call,) = [call for choice in choices for call in choice.delta.tool_calls or ()]
+    assert call.index == 0
     assert call.function.model_dump() == whole.message.tool_calls[0].function.model_dump()
-    assert deltas[-1].finish_reason == "tool_calls"
-    assert not any(each.delta.content for each in deltas)
+    assert choices[-1].finish_reason == "tool_calls"
+    assert not any(choice.delta.content for choice in choices)
 
 
 def test_the_next_turn_renders_the_call_as_it_was_generated(gpt: Any) -> None:
     forced = {"type": "function", "function": {"name": "weather"}}
     options = {"tools": TOOLS, "tool_choice": forced, "temperature": 0}
     first = gpt(messages=QUESTION, logprobs=True, **options)
-    call = first.choices[0].message
+    message = first.choices[0].message
+    (call,) = message.tool_calls
     generated = bytes(byte for each in first.choices[0].logprobs.content for byte in each.bytes).decode()
-    name, arguments = call.tool_calls[0].function.name, json.loads(call.tool_calls[0].function.arguments)
+    name, arguments = call.function.name, json.loads(call.function.arguments)
     assert generated == f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-    result = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "12"}
-    turn = [*QUESTION, call.model_dump(exclude_none=True), result]
+    result = {"role": "tool", "tool_call_id": call.id, "content": "12"}
+    turn = [*QUESTION, message.model_dump(exclude_none=True), result]
     usage = gpt(messages=turn, **options).usage
     assert usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
 
 
 def test_without_a_choice_the_answer_may_be_text(gpt: Any) -> None:
     for choice in ("auto", "none"):
-        (found,) = gpt(messages=QUESTION, tools=TOOLS, tool_choice=choice, seed=1).choices
-        assert found.message.content
-        assert found.message.tool_calls is None
+        (answer,) = gpt(messages=QUESTION, tools=TOOLS, tool_choice=choice, seed=1).choices
+        assert answer.message.content
+        assert answer.message.tool_calls is None
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_anthropics_client_calls_tools_too(claude: anthropic.Anthropic, streamed: bool) -> None:
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_anthropics_client_gets_a_tool_call_and_the_next_turn_is_cached(
+    claude: anthropic.Anthropic, is_streamed: bool
+) -> None:
     options: dict[str, Any] = {
         "model": "with-tools",
         "max_tokens": 200,
@@ -129,7 +134,7 @@ def test_anthropics_client_calls_tools_too(claude: anthropic.Anthropic, streamed
         "tools": CLAUDE_TOOLS,
         "tool_choice": {"type": "tool", "name": "weather"},
     }
-    if streamed:
+    if is_streamed:
         with claude.messages.stream(**options) as stream:
             message = stream.get_final_message()
     else:
@@ -137,17 +142,18 @@ def test_anthropics_client_calls_tools_too(claude: anthropic.Anthropic, streamed
     (block,) = message.content
     assert (message.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "weather")
     assert block.input["unit"] in {"C", "F"}
-    used = block.model_dump(include={"type", "id", "name", "input"})
+    tool_use = block.model_dump(include={"type", "id", "name", "input"})
     result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "12"}]}
     turn: Any = [
         *QUESTION,
-        {"role": "assistant", "content": [used]},
+        {"role": "assistant", "content": [tool_use]},
         {"role": "user", "content": [result, {"type": "text", "text": "So?", "cache_control": {"type": "ephemeral"}}]},
     ]
-    options = {"max_tokens": 1, "messages": turn, "tools": CLAUDE_TOOLS, "extra_body": {"cache_salt": str(streamed)}}
-    usage, again = (claude.messages.create(model="with-tools", **options).usage for _ in range(2))
-    assert (usage.cache_read_input_tokens, again.input_tokens) == (0, 1)
-    assert 0 < usage.input_tokens < 30 < usage.cache_creation_input_tokens
+    options = {"max_tokens": 1, "messages": turn, "tools": CLAUDE_TOOLS, "extra_body": {"cache_salt": str(is_streamed)}}
+    cold, warm = (claude.messages.create(model="with-tools", **options).usage for _ in range(2))
+    assert cold.cache_read_input_tokens == 0
+    assert 0 < cold.input_tokens < 30 < cold.cache_creation_input_tokens
+    assert warm.input_tokens == 1, "only the last token is not read from the cache"
 
 
 @pytest.mark.parametrize("content", ["", []])

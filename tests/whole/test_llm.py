@@ -1,4 +1,4 @@
-"""`LLM` with the embedded model: the service's answers, the same bits in every batch, and one prefill per prefix."""
+"""`LLM` with the embedded model: the completions of the service, the same bits in every batch, and prefix reuse."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from tests.whole.forked_server import serving
 
 PROMPTS = ["And the Lord said unto Moses,", "Once upon a time there was a king", "What is", "In the beginning God"]
 CHAT = [{"role": "user", "content": "Where is my father?"}]
-IM_END = 511  # the end of a turn, by which the embedded model ends an answer
-MAX_DIFFERENCE = 1e-3  # of log probabilities; those of two tokens of adjacent ranks differ by much more
+IM_START, IM_END = 510, 511  # around a turn; the embedded model ends its answers with the second
+MAX_DIFFERENCE = 1e-3  # of log probabilities to those of transformers; tokens of adjacent ranks differ by much more
 ROOT = Path(__file__).parents[2]
 
 
@@ -73,25 +73,29 @@ def oracle() -> LlamaForCausalLM:
 
 
 def logprobs_of(oracle: LlamaForCausalLM, ids: list[int]) -> torch.Tensor:
-    """Return log probabilities after each token, by transformers' eager attention, float32 `[num_tokens, 512]`."""
+    """Return the log probabilities of all tokens after each token, by transformers, float32 `[num_tokens, 512]`."""
     with torch.inference_mode():
         return oracle(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
 
 
-def served(client: Client, prompt: list[int], n: int = 1, **options: object) -> list[tuple[list[int], str]]:
-    """Return the tokens of the service's completions, and the stop strings that ended them."""
-    responses: list[GenerateResponse] = list(client.generate(prompt, n=n, **options))  # type: ignore[arg-type]
-    own = [[each for each in responses if each.index == index] for index in range(n)]
-    return [([token_id for each in one for token_id in each.token_ids], one[-1].matched_stop) for one in own]
+def complete_over_grpc(client: Client, prompt: list[int], n: int = 1, **options: object) -> list[tuple[list[int], str]]:
+    """Return the tokens of each of the service's completions, and the stop string that ended it."""
+    chunks: list[GenerateResponse] = list(client.generate(prompt, n=n, **options))  # type: ignore[arg-type]
+    completions = []
+    for index in range(n):
+        chunks_of_completion = [chunk for chunk in chunks if chunk.index == index]
+        token_ids = [token_id for chunk in chunks_of_completion for token_id in chunk.token_ids]
+        completions.append((token_ids, chunks_of_completion[-1].matched_stop))
+    return completions
 
 
-def num_generated(llm: LLM) -> int:
+def num_generated_tokens(llm: LLM) -> int:
     """Return the number of tokens that the engine has generated."""
     assert llm._engine is not None
     return llm._engine.stats().result(PATIENCE_S).tokens.generated
 
 
-def bits(outputs: list[RequestOutput]) -> list[object]:
+def comparable(outputs: list[RequestOutput]) -> list[object]:
     """Return everything about outputs that must not depend on the batch."""
     return [
         (
@@ -110,7 +114,7 @@ def test_completions_are_those_of_the_service(
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         ids = tokenizer.encode(prompt)
         assert (output.prompt, output.prompt_token_ids, output.finished) == (prompt, ids, True)
-        expected = [ids for ids, _ in served(client, ids, n=3, max_new_tokens=40, **options)]
+        expected = [token_ids for token_ids, _ in complete_over_grpc(client, ids, n=3, max_new_tokens=40, **options)]
         assert [each.token_ids for each in output.outputs] == expected
         assert [each.text for each in output.outputs] == [tokenizer.decode(each) for each in expected]
         assert [each.index for each in output.outputs] == [0, 1, 2]
@@ -122,11 +126,11 @@ def test_a_batch_changes_no_bit(llm: LLM) -> None:
         SamplingParams(max_tokens=24, seed=seed, logprobs=3, temperature=temperature, n=2)
         for seed, temperature in enumerate((0.0, 0.7, 1.0, 1.5))
     ]
-    together = llm.generate(PROMPTS, parameters)
-    warm = llm.generate(PROMPTS, parameters)
+    cold_batch = llm.generate(PROMPTS, parameters)
+    warm_batch = llm.generate(PROMPTS, parameters)
     llm.reset_prefix_cache()
-    alone = [llm.generate(prompt, each)[0] for prompt, each in zip(PROMPTS, parameters, strict=True)]
-    assert bits(together) == bits(alone) == bits(warm)
+    cold_single_calls = [llm.generate(prompt, each)[0] for prompt, each in zip(PROMPTS, parameters, strict=True)]
+    assert comparable(cold_batch) == comparable(cold_single_calls) == comparable(warm_batch)
     logits = [each.logits for each in llm.prefill(PROMPTS)]
     llm.reset_prefix_cache()
     for prompt, expected in zip(PROMPTS, logits, strict=True):
@@ -142,31 +146,31 @@ def test_the_second_call_reuses_all_but_the_last_token(llm: LLM) -> None:
     assert (second.num_cached_tokens, second.miss_reason) == (len(second.prompt_token_ids) - 1, "NONE")
     assert second.outputs == first.outputs
     assert int(second.request_id) == int(first.request_id) + 1
-    skipped = llm.generate(PROMPTS[0], SamplingParams(max_tokens=4, temperature=0, skip_reading_prefix_cache=True))[0]
-    assert (skipped.num_cached_tokens, skipped.outputs) == (0, first.outputs)
+    unread = llm.generate(PROMPTS[0], SamplingParams(max_tokens=4, temperature=0, skip_reading_prefix_cache=True))[0]
+    assert (unread.num_cached_tokens, unread.outputs) == (0, first.outputs)
     assert llm.generate({"prompt": PROMPTS[0], "cache_salt": "mine"})[0].num_cached_tokens == 0
 
 
 def test_the_seed_makes_completions_without_seeds_reproducible(llm: LLM) -> None:
-    drawn = [llm.generate("Once", SamplingParams(max_tokens=12))[0].outputs[0].text for _ in range(3)]
-    assert len(set(drawn)) == 3
+    sampled_texts = [llm.generate("Once", SamplingParams(max_tokens=12))[0].outputs[0].text for _ in range(3)]
+    assert len(set(sampled_texts)) == 3
     settings = {"capacity_tokens": 4096, "block_size": 16}
-    texts = []
+    texts_by_llm = []
     for seed in (5, 5, 6):
-        with LLM("tiny", seed=seed, **settings) as other:
-            texts.append([each.outputs[0].text for each in other.generate(["Once", "Once"])])
-    assert texts[0] == texts[1] != texts[2]
-    assert texts[0][0] != texts[0][1]
+        with LLM("tiny", seed=seed, **settings) as seeded_llm:
+            texts_by_llm.append([each.outputs[0].text for each in seeded_llm.generate(["Once", "Once"])])
+    assert texts_by_llm[0] == texts_by_llm[1] != texts_by_llm[2]
+    assert texts_by_llm[0][0] != texts_by_llm[0][1]
 
 
 def test_a_stop_string_ends_a_completion(llm: LLM, client: Client, tokenizer: Tokenizer) -> None:
     (whole,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=60, temperature=0))[0].outputs
     stop = whole.text[30:33]
     parameters = SamplingParams(max_tokens=3000, temperature=0, stop=[stop, "never there"], logprobs=0)
-    before = num_generated(llm)
+    num_generated_before = num_generated_tokens(llm)
     (cut,) = llm.generate(PROMPTS[0], parameters)[0].outputs
-    assert num_generated(llm) - before < 1000, "the engine ends the generation"
-    ((expected, matched),) = served(client, tokenizer.encode(PROMPTS[0]), max_new_tokens=60, stop=[stop])
+    assert num_generated_tokens(llm) - num_generated_before < 1000, "the engine ends the generation at the stop string"
+    ((expected, matched),) = complete_over_grpc(client, tokenizer.encode(PROMPTS[0]), max_new_tokens=60, stop=[stop])
     assert (cut.token_ids, cut.stop_reason, cut.finish_reason) == (expected, matched, "stop")
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.logprobs is not None
@@ -178,16 +182,17 @@ def test_a_stop_string_ends_a_completion(llm: LLM, client: Client, tokenizer: To
 def test_a_stop_token_has_no_text_unless_requested(llm: LLM, tokenizer: Tokenizer) -> None:
     (whole,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=30, temperature=0))[0].outputs
     stop_id = whole.token_ids[9]
-    count = whole.token_ids.index(stop_id)
+    num_tokens_before_stop = whole.token_ids.index(stop_id)
     parameters = SamplingParams(max_tokens=30, temperature=0, stop_token_ids=[stop_id])
     (cut,) = llm.generate(PROMPTS[0], parameters)[0].outputs
-    assert (cut.token_ids, cut.stop_reason, cut.finish_reason) == (whole.token_ids[: count + 1], stop_id, "stop")
-    assert cut.text == tokenizer.decode(whole.token_ids[:count])
+    expected_ids = whole.token_ids[: num_tokens_before_stop + 1]
+    assert (cut.token_ids, cut.stop_reason, cut.finish_reason) == (expected_ids, stop_id, "stop")
+    assert cut.text == tokenizer.decode(expected_ids[:-1])
     parameters.include_stop_str_in_output = True
-    assert llm.generate(PROMPTS[0], parameters)[0].outputs[0].text == tokenizer.decode(whole.token_ids[: count + 1])
+    assert llm.generate(PROMPTS[0], parameters)[0].outputs[0].text == tokenizer.decode(expected_ids)
 
 
-def test_the_models_own_end_is_no_stop_reason(llm: LLM) -> None:
+def test_the_models_end_of_sequence_token_is_no_stop_reason(llm: LLM) -> None:
     parameters = SamplingParams(max_tokens=30, temperature=0, logit_bias={IM_END: 100.0})
     (ended,) = llm.chat(CHAT, parameters)[0].outputs
     assert (ended.token_ids, ended.text) == ([IM_END], "")
@@ -200,7 +205,7 @@ def test_the_models_own_end_is_no_stop_reason(llm: LLM) -> None:
 
 
 def test_special_tokens_have_a_text_if_requested(llm: LLM) -> None:
-    biased = dict.fromkeys((IM_END, 510, 97, 300), 100.0)
+    biased = dict.fromkeys((IM_END, IM_START, 97, 300), 100.0)
     options = {"max_tokens": 30, "seed": 2, "temperature": 30.0, "top_k": 4, "logit_bias": biased, "ignore_eos": True}
     (hidden,) = llm.generate(PROMPTS[0], SamplingParams(**options))[0].outputs
     (shown,) = llm.generate(PROMPTS[0], SamplingParams(**options, skip_special_tokens=False))[0].outputs
@@ -214,7 +219,8 @@ def test_special_tokens_have_a_text_if_requested(llm: LLM) -> None:
 
 def test_log_probabilities_are_those_of_transformers(llm: LLM, oracle: LlamaForCausalLM) -> None:
     (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=8, seed=3, logprobs=2, prompt_logprobs=1))
-    ids, (completion,) = output.prompt_token_ids, output.outputs
+    ids = output.prompt_token_ids
+    (completion,) = output.outputs
     expected = logprobs_of(oracle, ids + completion.token_ids)
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
@@ -223,16 +229,18 @@ def test_log_probabilities_are_those_of_transformers(llm: LLM, oracle: LlamaForC
     for position, (token_id, row) in enumerate(zip([*ids[1:], *completion.token_ids], rows, strict=True)):
         assert row is not None
         assert next(iter(row)) == token_id
-        num_top = 1 if position < len(ids) - 1 else 2
-        for each, found in row.items():
-            rank = 1 + int((expected[position] > expected[position, each]).sum())
-            assert found.rank == (rank if rank <= num_top else None)
-            assert found.logprob == pytest.approx(expected[position, each].item(), abs=MAX_DIFFERENCE)
+        num_top = 1 if position < len(ids) - 1 else 2  # as requested for tokens of the prompt and of the completion
+        for row_token_id, actual in row.items():
+            rank = 1 + int((expected[position] > expected[position, row_token_id]).sum())
+            assert actual.rank == (rank if rank <= num_top else None)
+            assert actual.logprob == pytest.approx(expected[position, row_token_id].item(), abs=MAX_DIFFERENCE)
         most_likely = int(expected[position].argmax())
         assert row[most_likely].rank == 1
         assert row[most_likely].decoded_token == llm.get_tokenizer().token_text(most_likely)
-    own = [row[token_id].logprob for token_id, row in zip(completion.token_ids, completion.logprobs, strict=True)]
-    assert completion.cumulative_logprob == pytest.approx(sum(own))
+    chosen_logprobs = [
+        row[token_id].logprob for token_id, row in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+    assert completion.cumulative_logprob == pytest.approx(sum(chosen_logprobs))
 
 
 def test_scores_are_those_of_transformers_and_the_context_is_computed_once(
@@ -241,31 +249,35 @@ def test_scores_are_those_of_transformers_and_the_context_is_computed_once(
     context = "And it came to pass, that the Lord said unto "
     continuations = ["Moses, Speak", "the king", "x", "Jacob, Go up into the mountain"]
     scores = llm.score(context, continuations)
-    before = tokenizer.encode(context.rstrip())
+    num_context_tokens = len(tokenizer.encode(context.rstrip()))  # the space belongs to the first continuation token
     for continuation, score in zip(continuations, scores, strict=True):
         ids = tokenizer.encode(context + continuation)
-        expected = logprobs_of(oracle, ids)[len(before) - 1 : -1]
-        own = expected[range(len(expected)), ids[len(before) :]]
-        assert score.token_ids == ids[len(before) :]
-        assert score.logprob == pytest.approx(own.sum().item(), abs=MAX_DIFFERENCE)
-        assert score.token_logprobs == pytest.approx(own.tolist(), abs=MAX_DIFFERENCE)
-        assert score.is_greedy == bool((expected.argmax(-1) == torch.tensor(score.token_ids)).all())
-    assert sorted(each.num_cached_tokens for each in scores) == [0, *[len(before) - 1] * 3]
-    assert llm.prefill(context + "Moses, Speak")[0].num_cached_tokens == len(before), "continuations are not cached"
+        continuation_ids = ids[num_context_tokens:]
+        rows = logprobs_of(oracle, ids)[num_context_tokens - 1 : -1]
+        expected = rows[range(len(rows)), continuation_ids]
+        assert score.token_ids == continuation_ids
+        assert score.logprob == pytest.approx(expected.sum().item(), abs=MAX_DIFFERENCE)
+        assert score.token_logprobs == pytest.approx(expected.tolist(), abs=MAX_DIFFERENCE)
+        assert score.is_greedy == bool((rows.argmax(-1) == torch.tensor(score.token_ids)).all())
+    assert sorted(each.num_cached_tokens for each in scores) == [0, *[num_context_tokens - 1] * 3]
+    prefilled = llm.prefill(context + "Moses, Speak")[0]
+    assert prefilled.num_cached_tokens == num_context_tokens, "continuations are not cached"
 
 
 def test_the_greedy_continuation_is_recognized(llm: LLM) -> None:
     prompt = llm.prefill(PROMPTS[0])[0].prompt_token_ids
     (greedy,) = llm.generate([prompt], SamplingParams(max_tokens=5, temperature=0, logprobs=0))[0].outputs
-    other = [*greedy.token_ids[:4], (greedy.token_ids[4] + 1) % 512]
-    scores = llm.score([prompt], [greedy.token_ids, other])
+    not_greedy = [*greedy.token_ids[:4], (greedy.token_ids[4] + 1) % 512]
+    scores = llm.score([prompt], [greedy.token_ids, not_greedy])
     assert [each.is_greedy for each in scores] == [True, False]
     assert scores[0].logprob == greedy.cumulative_logprob
     assert llm.score([prompt, prompt + greedy.token_ids[:2]], [greedy.token_ids, greedy.token_ids[2:]])[1].is_greedy
-    assert llm.score(prompt, [[IM_END, 5]])[0].token_ids == [IM_END, 5], "an end of sequence does not end it"
+    assert llm.score(prompt, [[IM_END, 5]])[0].token_ids == [IM_END, 5], (
+        "an end-of-sequence token does not end a continuation"
+    )
 
 
-def test_a_prefill_returns_what_the_service_does(llm: LLM, client: Client, oracle: LlamaForCausalLM) -> None:
+def test_a_prefill_returns_the_logits_of_the_service(llm: LLM, client: Client, oracle: LlamaForCausalLM) -> None:
     outputs = llm.prefill([PROMPTS[0], [1, 2, 3]], top_logprobs=4)
     for output in outputs:
         expected = client.prefill(output.prompt_token_ids, tenant="prefill", top_logprobs=4, return_logits=True)
@@ -279,17 +291,17 @@ def test_a_prefill_returns_what_the_service_does(llm: LLM, client: Client, oracl
     assert [each.prompt for each in outputs] == [PROMPTS[0], None]
 
 
-def test_a_chat_is_that_of_the_service(llm: LLM, client: Client) -> None:
-    other = [{"role": "system", "content": "Be brief."}, *CHAT]
-    outputs = llm.chat([CHAT, other], SamplingParams(max_tokens=24, temperature=0))
-    for conversation, output in zip((CHAT, other), outputs, strict=True):
+def test_a_chat_has_the_answer_of_the_service(llm: LLM, client: Client) -> None:
+    chat_with_system = [{"role": "system", "content": "Be brief."}, *CHAT]
+    outputs = llm.chat([CHAT, chat_with_system], SamplingParams(max_tokens=24, temperature=0))
+    for conversation, output in zip((CHAT, chat_with_system), outputs, strict=True):
         assert output.outputs[0].text == client.chat(conversation, max_new_tokens=24).read()
         assert output.prompt is not None
         assert output.prompt.endswith("<|im_start|>assistant\n")
     assert llm.chat(CHAT, SamplingParams(max_tokens=24, temperature=0))[0].outputs == outputs[0].outputs
-    closed = llm.chat(CHAT, add_generation_prompt=False)[0].prompt
-    assert closed is not None
-    assert closed.endswith("<|im_end|>\n")
+    prompt = llm.chat(CHAT, add_generation_prompt=False)[0].prompt
+    assert prompt is not None
+    assert prompt.endswith("<|im_end|>\n")
     with pytest.raises(InvalidRequest, match=r"^conversations\[0\]: tools: the model's chat template drops tools"):
         llm.chat([CHAT, CHAT], tools=[{"type": "function", "function": {"name": "f"}}])
     with pytest.raises(InvalidRequest, match=r"^conversations\[0\]: .*thinking"):
@@ -309,26 +321,27 @@ def test_structured_outputs_are_followed(llm: LLM) -> None:
         SamplingParams(max_tokens=40, n=3, seed=1, structured_outputs=each)
         for each in ({"json": schema}, {"regex": "[a-f]{4}"}, {"choice": ["yes", "no"]}, {"grammar": 'start: "a" "b"'})
     ]
-    answers = [[each.text for each in output.outputs] for output in llm.generate(["Hello"] * 4, parameters)]
-    assert all(0 <= json.loads(text)["age"] <= 99 for text in answers[0])
-    assert all(re.fullmatch("[a-f]{4}", text) for text in answers[1])
-    assert set(answers[2]) <= {"yes", "no"}
-    assert answers[3] == ["ab"] * 3
+    outputs = llm.generate(["Hello"] * 4, parameters)
+    objects, words, choices, sentences = ([each.text for each in output.outputs] for output in outputs)
+    assert all(0 <= json.loads(text)["age"] <= 99 for text in objects)
+    assert all(re.fullmatch("[a-f]{4}", text) for text in words)
+    assert set(choices) <= {"yes", "no"}
+    assert sentences == ["ab"] * 3
 
-    async def in_a_notebook() -> str:
+    async def generate_in_event_loop() -> str:  # as in a notebook
         return llm.generate("Hello", SamplingParams(structured_outputs={"choice": ["maybe"]}))[0].outputs[0].text
 
-    assert asyncio.run(in_a_notebook()) == "maybe"
+    assert asyncio.run(generate_in_event_loop()) == "maybe"
     with pytest.raises(InvalidRequest, match=r"^prompts\[1\]: structured_outputs.regex: .*"):
         llm.generate(["Hello", "Hello"], [SamplingParams(), SamplingParams(structured_outputs={"regex": "("})])
 
 
 def test_a_wrong_prompt_is_refused_before_any_is_computed(llm: LLM) -> None:
-    long = [1] * 70_000
+    too_long = [1] * 70_000
     with pytest.raises(
         PromptTooLong, match=r"^prompts\[1\]: prompt_token_ids: expected at most 65536 tokens, got 70000"
     ):
-        llm.generate([PROMPTS[0], long])
+        llm.generate([PROMPTS[0], too_long])
     with pytest.raises(InvalidRequest, match=r"^prompts\[2\]: prompt_token_ids\[1\]: expected an id below .* 512"):
         llm.prefill([PROMPTS[0], PROMPTS[1], [1, 512]])
     with pytest.raises(InvalidRequest, match=r"^continuations\[1\]: prompt_token_ids: expected at least 1 token"):
@@ -349,13 +362,13 @@ def test_a_wrong_prompt_is_refused_before_any_is_computed(llm: LLM) -> None:
 
 def test_calls_of_several_threads_get_their_own_results(llm: LLM) -> None:
     parameters = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
-    expected = bits(llm.generate(PROMPTS, parameters))
+    expected = comparable(llm.generate(PROMPTS, parameters))
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda _: bits(llm.generate(PROMPTS, parameters)), range(8)))
-    assert found == [expected] * 8
+        results = list(threads.map(lambda _: comparable(llm.generate(PROMPTS, parameters)), range(8)))
+    assert results == [expected] * 8
 
 
-def test_more_prompts_than_may_be_unfinished() -> None:
+def test_a_call_may_have_more_prompts_than_requests_may_be_unfinished() -> None:
     with LLM("tiny", capacity_tokens=4096, block_size=16, max_running_requests=2, max_tenant_requests=3) as llm:
         outputs = llm.generate([[each] for each in range(40)], SamplingParams(max_tokens=2, n=2))
         assert [each.prompt_token_ids for each in outputs] == [[each] for each in range(40)]
@@ -364,18 +377,20 @@ def test_more_prompts_than_may_be_unfinished() -> None:
             outputs = llm.generate([[first, each] for each in range(5)], SamplingParams(max_tokens=2))
             return [each.prompt_token_ids for each in outputs]
 
-        with ThreadPoolExecutor(6) as threads:  # more calls than unfinished requests
+        with ThreadPoolExecutor(6) as threads:  # more calls than requests that may be unfinished
             assert list(threads.map(generate, range(6))) == [[[first, each] for each in range(5)] for first in range(6)]
 
 
-def test_completions_end_where_there_is_no_room_and_close_ends_all_threads() -> None:
+def test_completions_end_when_the_pool_is_full_and_close_ends_all_threads() -> None:
     started = started_threads()
     llm = LLM("tiny", capacity_tokens=256, block_size=16)
     assert [len(started(name)) for name in ("radixkv-engine", "radixkv-watchdog")] == [1, 1]
     for max_tokens in (None, 10**6):
         parameters = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
         (output,) = llm.generate([[1] * 200], parameters)
-        assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (256 - 16 - 200, "length")
+        max_sequence_tokens = 256 - 16  # the pool without the one block that a request cannot use
+        assert len(output.outputs[0].token_ids) == max_sequence_tokens - 200
+        assert output.outputs[0].finish_reason == "length"
     with pytest.raises(PromptTooLong, match=r"^prompts\[0\]: .* expected at most 240 tokens"):
         llm.generate([[1] * 240])
     llm.close()
@@ -399,11 +414,11 @@ def test_an_adapter_of_another_model_leaves_no_threads_and_no_open_tier(
     adapter = write_adapter(write_checkpoint(CONFIGS["llama"], tmp_path / "llama"), tmp_path / "law", seed=1)
     settings = ["tiers.host_bytes=10000000", "tiers.disk_bytes=10000000", f"tiers.disk_path={tmp_path / 'disk'}"]
     started = started_threads()
-    for _ in range(2):
+    for _ in range(2):  # the second attempt opens the same directory
         with pytest.raises(ConfigError, match=r"^adapters\.law\.path: "):
             LLM("tiny", capacity_tokens=1024, block_size=16, adapters={"law": adapter}, settings=settings)
-    names = ("host-read-0", "host-write-0", "disk-read-0", "disk-write-0", "store-timers")
-    wait_until(lambda: not any(started(name) for name in names))
+    tier_threads = ("host-read-0", "host-write-0", "disk-read-0", "disk-write-0", "store-timers")
+    wait_until(lambda: not any(started(name) for name in tier_threads))
     assert "another process uses this directory" not in caplog.text
 
 
@@ -452,7 +467,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids_and_adapters(tmp_path: Path
         with pytest.raises(InvalidRequest, match=r"^prompts\[0\]: text requires a tokenizer, which the model does not"):
             llm.generate("Hello")
         with pytest.raises(InvalidRequest, match=r"^prompts\[0\]: text requires a tokenizer"):
-            llm.generate([ids])  # for the text of the completion
+            llm.generate([ids])  # without `detokenize=False`, the completion has a text
 
 
 def test_a_model_that_does_not_exist_is_refused_before_anything_is_loaded() -> None:
@@ -462,7 +477,7 @@ def test_a_model_that_does_not_exist_is_refused_before_anything_is_loaded() -> N
         LLM("nothing")
 
 
-def test_a_script_for_vllm_only_changes_its_import() -> None:
+def test_a_script_for_vllm_runs_with_another_import() -> None:
     script = """
 from radixkv import LLM, SamplingParams
 prompts = ["Hello, my name is", "The president of the United States is"]
@@ -476,7 +491,7 @@ for output in outputs:
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout == "'Hello, my name is' True\n'The president of the United States is' True\n"
-    assert (done.returncode, done.stderr) == (0, ""), "it ends without `close`"
+    assert (done.returncode, done.stderr) == (0, ""), "the process ends although `close` was not called"
 
 
 @pytest.mark.parametrize(
@@ -493,13 +508,13 @@ def test_an_import_stays_light(statement: str, unwanted: tuple[str, ...]) -> Non
     assert done.stdout == "[]\n"
 
 
-def num_calls(llm: LLM, num_prompts: int, params: SamplingParams) -> int:
-    """Count the Python functions that are called on this thread while prompts are completed."""
-    calls = 0
+def count_python_calls(llm: LLM, num_prompts: int, params: SamplingParams) -> int:
+    """Complete prompts, and return how many Python functions are called on this thread meanwhile."""
+    num_calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event == "call"
+        nonlocal num_calls
+        num_calls += event == "call"
 
     prompts = [[index + 3, 5, 6, 7] * 4 for index in range(num_prompts)]
     sys.setprofile(count)
@@ -507,16 +522,20 @@ def num_calls(llm: LLM, num_prompts: int, params: SamplingParams) -> int:
         llm.generate(prompts, params)
     finally:
         sys.setprofile(None)
-    return calls
+    return num_calls
 
 
-def test_the_work_besides_the_engine_grows_with_prompts_and_hardly_with_tokens(llm: LLM) -> None:
-    num_calls(llm, 1, SamplingParams())  # what is only loaded once
-    one, many = (SamplingParams(max_tokens=number, ignore_eos=True, detokenize=False) for number in (1, 65))
-    assert num_calls(llm, 8, one) < 8 * 250
-    assert num_calls(llm, 8, many) < num_calls(llm, 8, one) + 8 * 4, "no call per token"
-    one, many = (SamplingParams(max_tokens=number, ignore_eos=True) for number in (1, 65))
-    assert num_calls(llm, 8, many) - num_calls(llm, 8, one) < 8 * 64 * 10, "text: 7 calls per token"
+def test_the_calls_on_the_callers_thread_grow_with_prompts_and_hardly_with_tokens(llm: LLM) -> None:
+    count_python_calls(llm, 1, SamplingParams())  # loads what later calls do not load again
+
+    def count_calls(max_tokens: int, **options: bool) -> int:
+        return count_python_calls(llm, 8, SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options))
+
+    assert count_calls(1, detokenize=False) < 8 * 250, "fewer than 250 calls per prompt"
+    num_more_calls = count_calls(65, detokenize=False) - count_calls(1, detokenize=False)
+    assert num_more_calls < 8 * 4, "without text, no call per token"
+    num_more_calls = count_calls(65) - count_calls(1)
+    assert num_more_calls < 8 * 64 * 10, "with text, about 7 calls per token"
 
 
 def test_the_help_of_the_package_begins_with_offline_use() -> None:

@@ -38,22 +38,23 @@ def serving_metrics(log: Path, *arguments: str) -> Iterator[tuple[str, str]]:
             process.terminate()
             process.wait(PATIENCE_S)
             assert process.stdout is not None
-            assert process.stdout.read() == "", "stdout has its one line only"
+            assert process.stdout.read() == "", "stdout has one line, which was read above"
 
 
 def scrape(url: str) -> dict[str, float]:
-    """Return all values by name and labels in Prometheus notation, without the prefix `radixkv_`."""
+    """Return all values by name and labels, such as `blocks{state=free}`; names are without the prefix `radixkv_`."""
     with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
         families = text_string_to_metric_families(response.read().decode())
     return {series_of(sample): sample.value for family in families for sample in family.samples}
 
 
 def series_of(sample: Sample) -> str:
+    """Return a name and labels, such as `blocks{state=free}`."""
     labels = ",".join(f"{name}={text}" for name, text in sorted(sample.labels.items()))
     return sample.name.removeprefix("radixkv_") + (f"{{{labels}}}" if labels else "")
 
 
-def call_each(client: Client) -> None:
+def make_calls(client: Client) -> None:
     """Make two prefills, a generation, and a call that is refused."""
     assert client.prefill(range(200), tenant="acme").usage.computed_tokens == 200
     assert client.prefill(range(200), tenant="acme").usage.cached_tokens == 199
@@ -63,7 +64,8 @@ def call_each(client: Client) -> None:
         client.prefill([1, 512])
 
 
-COUNTS = {
+# After `make_calls`. Each prefill takes one step, and the generation five.
+EXPECTED_VALUES = {
     "requests_total{kind=prefill,outcome=finished}": 2,
     "requests_total{kind=prefill,outcome=failed}": 0,
     "requests_total{kind=generate,outcome=finished}": 1,
@@ -111,12 +113,12 @@ COUNTS = {
 
 def test_the_metrics_of_a_few_calls_are_exact(tmp_path: Path) -> None:
     with serving_metrics(tmp_path / "log") as (address, url), Client(address, timeout_s=PATIENCE_S) as client:
-        call_each(client)
+        make_calls(client)
         samples = scrape(url)
         stats = client.stats()
-    assert {name: samples.get(name) for name in COUNTS} == COUNTS
+    assert {name: samples.get(name) for name in EXPECTED_VALUES} == EXPECTED_VALUES
     assert "tenant=other" in " ".join(samples)
-    assert (stats.blocks.free, stats.blocks.published) == (2041, 7), "Stats says the same"
+    assert (stats.blocks.free, stats.blocks.published) == (2041, 7), "the Stats call reports the same numbers"
     queue, prefill = samples["request_queue_seconds_sum"], samples["request_prefill_seconds_sum"]
     assert samples["time_to_first_token_seconds_sum"] == pytest.approx(queue + prefill)
     durations = [samples[f"request_duration_seconds_sum{{kind={kind}}}"] for kind in ("prefill", "generate")]

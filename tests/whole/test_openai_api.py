@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from radixkv.service.client import Client, Tokenizer
-from radixkv.v1.prefill_pb2 import GenerateResponse
+from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse
 from tests.free_port import free_port
 from tests.patience import PATIENCE_S
 from tests.whole.forked_server import serving
@@ -29,15 +29,17 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 @dataclass
 class Served:
+    """A server's clients, its address over HTTP, and its tokenizer."""
+
     grpc: Client
     openai: openai.OpenAI
     url: str
     tokenizer: Tokenizer
 
     def post(self, path: str, body: object, **headers: str) -> tuple[int, Any]:
-        """Return the status and the JSON of the response to a request."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)
+        """Send bytes, or another value as JSON; return the status and the JSON of the response."""
+        encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, encoded, headers)
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
                 return response.status, json.load(response)
@@ -45,12 +47,14 @@ class Served:
             with error:
                 return error.code, json.load(error)
 
-    def expected(self, token_ids: list[int], n: int = 1, **options: Any) -> list[tuple[str, GenerateResponse]]:
-        """Return the text and the merged response of each completion over gRPC."""
-        merged = [GenerateResponse() for _ in range(n)]
-        for each in self.grpc.generate(token_ids, n=n, **options):
-            merged[each.index].MergeFrom(each)
-        return [(self.tokenizer.decode(each.token_ids), each) for each in merged]
+    def complete_over_grpc(
+        self, token_ids: list[int], n: int = 1, **options: Any
+    ) -> list[tuple[str, GenerateResponse]]:
+        """Return the text of each completion over gRPC, and its chunks merged into one response."""
+        responses = [GenerateResponse() for _ in range(n)]
+        for chunk in self.grpc.generate(token_ids, n=n, **options):
+            responses[chunk.index].MergeFrom(chunk)
+        return [(self.tokenizer.decode(response.token_ids), response) for response in responses]
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +105,15 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("over_http", "over_grpc"), OPTIONS)
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_completion_is_the_one_that_grpc_returns(
-    served: Served, over_http: dict[str, Any], over_grpc: dict[str, Any], streamed: bool
+    served: Served, over_http: dict[str, Any], over_grpc: dict[str, Any], is_streamed: bool
 ) -> None:
     n = over_http.get("n", 1)
-    expected = served.expected(served.tokenizer.encode(TEXT), seed=7, **over_grpc)
+    expected = served.complete_over_grpc(served.tokenizer.encode(TEXT), seed=7, **over_grpc)
     options = {"model": MODEL, "prompt": TEXT, "seed": 7, **over_http}
     texts, reasons = [""] * n, [""] * n
-    if streamed:
+    if is_streamed:
         for chunk in served.openai.completions.create(stream=True, **options):
             for choice in chunk.choices:
                 texts[choice.index] += choice.text
@@ -120,17 +124,17 @@ def test_a_completion_is_the_one_that_grpc_returns(
             texts[choice.index], reasons[choice.index] = choice.text, choice.finish_reason
         assert completion.usage.completion_tokens == sum(len(response.token_ids) for _, response in expected)
         assert completion.usage.prompt_tokens == expected[0][1].usage.prompt_tokens
-    for (text, response), found, reason in zip(expected, texts, reasons, strict=True):
-        matched = response.matched_stop
-        assert found == (text[: text.index(matched)] if matched else text)
-        assert reason == ("stop" if response.finish_reason == 1 else "length")
+    for (expected_text, response), text, reason in zip(expected, texts, reasons, strict=True):
+        stop = response.matched_stop
+        assert text == (expected_text[: expected_text.index(stop)] if stop else expected_text)
+        assert reason == ("stop" if response.finish_reason == FinishReason.STOP else "length")
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_chat_is_rendered_by_the_template_of_the_model(served: Served, streamed: bool) -> None:
-    ((expected, _),) = served.expected(served.tokenizer.encode_chat(CHAT), max_new_tokens=15, **SAMPLED)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_chat_is_rendered_by_the_template_of_the_model(served: Served, is_streamed: bool) -> None:
+    ((expected, _),) = served.complete_over_grpc(served.tokenizer.encode_chat(CHAT), max_new_tokens=15, **SAMPLED)
     options: dict[str, Any] = {"model": MODEL, "messages": CHAT, "max_completion_tokens": 15, **SAMPLED}
-    if not streamed:
+    if not is_streamed:
         (choice,) = served.openai.chat.completions.create(**options).choices
         assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", expected, "length")
         return
@@ -148,7 +152,7 @@ def test_without_a_maximum_a_chat_may_use_the_whole_context(served: Served) -> N
     assert completion.choices[0].finish_reason == "stop"
 
 
-def test_usage_counts_what_the_cache_saved(served: Served) -> None:
+def test_usage_counts_cached_and_written_tokens(served: Served) -> None:
     prompt = list(range(32, 127)) * 6
 
     def details(salt: str) -> dict[str, Any]:
@@ -178,7 +182,7 @@ def test_several_prompts_are_answered_in_one_response(served: Served) -> None:
     expected = [
         text
         for prompt in prompts
-        for text, _ in served.expected(served.tokenizer.encode(prompt), n=2, max_new_tokens=6, **SAMPLED)
+        for text, _ in served.complete_over_grpc(served.tokenizer.encode(prompt), n=2, max_new_tokens=6, **SAMPLED)
     ]
     options: dict[str, Any] = {"model": MODEL, "prompt": prompts, "n": 2, "max_tokens": 6, **SAMPLED}
     choices = served.openai.completions.create(**options).choices
@@ -191,9 +195,9 @@ def test_several_prompts_are_answered_in_one_response(served: Served) -> None:
 
 def test_log_probabilities_are_those_of_grpc(served: Served) -> None:
     prompt = served.tokenizer.encode(TEXT)
-    ((_, expected),) = served.expected(prompt, max_new_tokens=5, logprobs=3, temperature=0.0)
-    found = served.openai.completions.create(model=MODEL, prompt=prompt, max_tokens=5, logprobs=3, temperature=0)
-    logprobs = found.choices[0].logprobs
+    ((_, expected),) = served.complete_over_grpc(prompt, max_new_tokens=5, logprobs=3, temperature=0.0)
+    completion = served.openai.completions.create(model=MODEL, prompt=prompt, max_tokens=5, logprobs=3, temperature=0)
+    logprobs = completion.choices[0].logprobs
     assert logprobs.token_logprobs == pytest.approx([row.logprob for row in expected.logprobs])
     assert logprobs.tokens == [served.tokenizer.decode([token_id]) for token_id in expected.token_ids]
     chat = served.openai.chat.completions.create(
@@ -205,7 +209,7 @@ def test_log_probabilities_are_those_of_grpc(served: Served) -> None:
     assert bytes(rows[0].bytes).decode() == rows[0].token
 
 
-def test_parts_of_a_character_have_their_bytes(served: Served) -> None:
+def test_a_token_that_is_part_of_a_character_is_reported_by_its_bytes(served: Served) -> None:
     options: dict[str, Any] = {"model": MODEL, "temperature": 0, "extra_body": {"structured_outputs": {"regex": "€😀"}}}
     chat = served.openai.chat.completions.create(messages=CHAT, logprobs=True, **options).choices[0]
     assert chat.message.content == "€😀"
@@ -232,8 +236,8 @@ def test_an_answer_follows_a_schema(served: Served) -> None:
     completion = served.openai.chat.completions.create(
         model=MODEL, messages=CHAT, max_completion_tokens=200, response_format=form, **SAMPLED
     )
-    if completion.choices[0].finish_reason == "stop":
-        assert isinstance(json.loads(completion.choices[0].message.content)["a"], int)
+    assert completion.choices[0].finish_reason == "stop", "the answer was cut off at the maximum number of tokens"
+    assert isinstance(json.loads(completion.choices[0].message.content)["a"], int)
 
 
 def test_the_model_is_listed(served: Served) -> None:
@@ -244,10 +248,12 @@ def test_the_model_is_listed(served: Served) -> None:
 
 
 def chat_with(**fields: object) -> tuple[str, object]:
+    """Return the path and the body of a request for a chat completion."""
     return "/v1/chat/completions", {"model": MODEL, "messages": CHAT, **fields}
 
 
 def completion_with(**fields: object) -> tuple[str, object]:
+    """Return the path and the body of a request for a completion."""
     return "/v1/completions", {"model": MODEL, "prompt": "a", **fields}
 
 
@@ -255,7 +261,7 @@ TOOLS = [{"type": "function", "function": {"name": "a"}}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
 TOO_LONG = "This model's maximum context length is exceeded"
 FORMATS = "text, json_object, json_schema"
-PROMPTS = "prompt: expected text, a list of token ids, or a list of these, got another value"
+PROMPT_ERROR = "prompt: expected text, a list of token ids, or a list of these, got another value"
 
 # The path and the body of a request, the status of the response, and the beginning of its message.
 REFUSED: list[tuple[tuple[str, object], int, str]] = [
@@ -281,7 +287,7 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
     (chat_with(verbosity="high"), 400, 'verbosity: expected "medium", got a string; this server does not control'),
     (chat_with(tool_choice={"type": "allowed_tools"}), 400, "tool_choice.allowed_tools: expected an object, got null"),
     (chat_with(messages=IMAGE), 400, "messages[0].content[0]: expected a part of the type text"),
-    (completion_with(prompt=[]), 400, PROMPTS),
+    (completion_with(prompt=[]), 400, PROMPT_ERROR),
     (completion_with(prompt=[1, "a"]), 400, "prompt: expected token ids, got other values among them"),
     (completion_with(prompt=["a", 1]), 400, "prompt[1]: expected text or a list of token ids, got another value"),
     (completion_with(prompt=[1] * 140_000), 400, f"{TOO_LONG}: prompt: expected at most "),
@@ -293,13 +299,13 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("request_of", "status", "message"), REFUSED)
+@pytest.mark.parametrize(("path_and_body", "status", "message"), REFUSED)
 def test_a_bad_request_gets_a_clear_error(
-    served: Served, request_of: tuple[str, object], status: int, message: str
+    served: Served, path_and_body: tuple[str, object], status: int, message: str
 ) -> None:
-    found_status, found = served.post(*request_of)
-    assert (found_status, found["error"]["message"][: len(message)]) == (status, message)
-    assert found["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    received_status, body = served.post(*path_and_body)
+    assert (received_status, body["error"]["message"][: len(message)]) == (status, message)
+    assert body["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
 def test_a_stream_ends_with_done(served: Served) -> None:
@@ -307,5 +313,5 @@ def test_a_stream_ends_with_done(served: Served) -> None:
     request = urllib.request.Request(f"{served.url}/v1/completions", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         assert response.headers["content-type"] == "text/event-stream"
-        lines = response.read().decode().split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
+        events = response.read().decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]

@@ -34,12 +34,13 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
 
 
 def chat_text(client: openai.OpenAI, messages: Any, num_tokens: int) -> str:
+    """Return the text of a chat completion."""
     options: Any = {"model": "", "max_completion_tokens": num_tokens, "temperature": 0}
     return client.chat.completions.create(messages=messages, **options).choices[0].message.content or ""
 
 
 @pytest.mark.parametrize(
-    ("request_of", "messages"),
+    ("input_options", "messages"),
     [
         ({"input": "How warm is it?"}, CHAT),
         ({"input": CHAT, "instructions": "Be brief."}, [{"role": "system", "content": "Be brief."}, *CHAT]),
@@ -49,9 +50,10 @@ def chat_text(client: openai.OpenAI, messages: Any, num_tokens: int) -> str:
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "How warm is it?"}]}]}, CHAT),
     ],
+    ids=["text", "instructions", "developer", "parts"],
 )
-def test_a_response_is_the_completion_of_the_chat(client: openai.OpenAI, request_of: Any, messages: Any) -> None:
-    response = client.responses.create(model="", max_output_tokens=12, temperature=0, **request_of)
+def test_a_response_is_the_completion_of_the_chat(client: openai.OpenAI, input_options: Any, messages: Any) -> None:
+    response = client.responses.create(model="", max_output_tokens=12, temperature=0, **input_options)
     assert response.output_text == chat_text(client, messages, 12)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.usage.output_tokens == 12
@@ -85,15 +87,16 @@ def test_events_of_a_stream_have_the_documented_order(client: openai.OpenAI) -> 
     ]
     assert [each.sequence_number for each in events] == list(range(len(events)))
     assert events[-1].response.output_text == whole.output_text
+    # The helper of the client, which accumulates the events, raises if their order is wrong.
     with client.responses.stream(model="", input=CHAT, max_output_tokens=12, temperature=0) as stream:
         for _ in stream:
             pass
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_call_and_its_result(client: openai.OpenAI, streamed: bool) -> None:
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_a_tool_call_is_an_item_and_the_next_turn_reuses_it(client: openai.OpenAI, is_streamed: bool) -> None:
     options: Any = {"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "weather"}, "temperature": 0}
-    if streamed:
+    if is_streamed:
         events = list(client.responses.create(model="", input=CHAT, stream=True, **options))
         response = events[-1].response
         assert [each.type.removeprefix("response.") for each in events] == [

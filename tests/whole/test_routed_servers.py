@@ -1,9 +1,10 @@
-"""Two real servers behind the router: prompts go to the server that has their prefix."""
+"""A router in front of real servers: prompts go to the server that has their prefix."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -28,9 +29,10 @@ PREFIX_TOKENS = 192
 BASE = Namespace("tiny")
 
 
-def prompt(prefix: int, own: int) -> list[int]:
-    draw = np.random.default_rng(prefix)
-    return [*draw.integers(500, size=PREFIX_TOKENS).tolist(), *([own] * 9)]
+def prompt(prefix: int, suffix: int) -> list[int]:
+    """Return a prompt with a numbered prefix of 192 tokens and a numbered suffix of 9."""
+    rng = np.random.default_rng(prefix)
+    return [*rng.integers(500, size=PREFIX_TOKENS).tolist(), *([suffix] * 9)]
 
 
 class RoutedServers:
@@ -52,7 +54,7 @@ class RoutedServers:
             for address, client in self.clients.items()
         ]
 
-    async def ask(self, ids: list[int], avoid: frozenset[str] = frozenset()) -> tuple[str, int, int]:
+    async def prefill(self, ids: list[int], avoid: frozenset[str] = frozenset()) -> tuple[str, int, int]:
         """Return the chosen server, the number of cached tokens that the router expected, and the actual number."""
         route = self.router.route(BASE, np.array(ids, "<u4").tobytes(), avoid)
         answer = await self.clients[route.name].prefill(ids)
@@ -60,12 +62,12 @@ class RoutedServers:
         return route.name, route.hits.total, answer.usage.cached_tokens
 
     def hits(self, name: str, ids: list[int]) -> Hits:
-        """Return the number of tokens that the router expects a server to have, without routing a request."""
+        """Return how many tokens of a prompt the router expects a server to have, without routing a request."""
         blocks = PromptBlocks(BASE, np.array(ids, "<u4").tobytes(), BLOCK_SIZE, Identities())
         return self.router.view.match(blocks.all(), [name])[0]
 
     def known_tokens(self, name: str, ids: list[int]) -> int:
-        """Return how many of them it has on its device."""
+        """Return how many tokens of a prompt the router expects a server to have on its device."""
         return self.hits(name, ids).device
 
     async def close(self) -> None:
@@ -76,35 +78,37 @@ class RoutedServers:
             await client.close()
 
 
-async def visit(one: str, two: str, kill_one) -> None:
+async def check_routing_by_prefix(one: str, two: str, kill_one: Callable[[], None]) -> None:
+    """Route prompts to two servers, of which the first is killed in the end."""
     fleet = RoutedServers([one, two])
     view = fleet.router.view
     try:
         assert await becomes_true(lambda: view.is_up_to_date(one) and view.is_up_to_date(two))
-        homes = {}
-        for own in range(4):
+        server_of_prefix: dict[int, str] = {}
+        for suffix in range(4):
             for prefix in range(8):
-                name, supposed, cached = await fleet.ask(prompt(prefix, own))
-                assert homes.setdefault(prefix, name) == name
-                assert (supposed, cached >= supposed) == (PREFIX_TOKENS if own else 0, True)
-        assert set(homes.values()) == {one, two}
+                name, num_expected, num_cached = await fleet.prefill(prompt(prefix, suffix))
+                assert server_of_prefix.setdefault(prefix, name) == name
+                assert num_expected == (PREFIX_TOKENS if suffix else 0)
+                assert num_cached >= num_expected
+        assert set(server_of_prefix.values()) == {one, two}
 
         await fleet.clients[two].prefill(prompt(100, 0))  # without the router
         assert await becomes_true(lambda: fleet.known_tokens(two, prompt(100, 1)) == PREFIX_TOKENS)
-        assert (await fleet.ask(prompt(100, 1)))[0] == two
+        assert (await fleet.prefill(prompt(100, 1)))[0] == two
 
         kill_one()
-        lost = next(prefix for prefix, name in homes.items() if name == one)
-        name, supposed, _ = await fleet.ask(prompt(lost, 9), frozenset({one}))
-        assert (name, supposed) == (two, 0)
+        lost_prefix = next(prefix for prefix, name in server_of_prefix.items() if name == one)
+        name, num_expected, _ = await fleet.prefill(prompt(lost_prefix, 9), frozenset({one}))
+        assert (name, num_expected) == (two, 0)
         fleet.router.leave(one)
-        assert (await fleet.ask(prompt(lost, 10)))[:2] == (two, PREFIX_TOKENS)
+        assert (await fleet.prefill(prompt(lost_prefix, 10)))[:2] == (two, PREFIX_TOKENS)
     finally:
         await fleet.close()
 
 
-class Wire:
-    """A proxy in front of a server that can be cut: connections end, and new ones are closed at once."""
+class InterruptibleProxy:
+    """A TCP proxy in front of a server. While it is cut, all connections are aborted, new ones too."""
 
     def __init__(self, address: str) -> None:
         self._host, _, port = address.rpartition(":")
@@ -113,7 +117,7 @@ class Wire:
         self.is_cut = False
 
     async def start(self) -> str:
-        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def cut(self) -> None:
@@ -126,58 +130,62 @@ class Wire:
         self._server.close()
         await self._server.wait_closed()
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.is_cut:
             writer.transport.abort()
             return
-        far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
-        ends = {writer, far_writer}
-        self._writers |= ends
+        server_reader, server_writer = await asyncio.open_connection(self._host, self._port)
+        writers = {writer, server_writer}
+        self._writers |= writers
         try:
-            await asyncio.gather(self._copy(reader, far_writer), self._copy(far_reader, writer))
+            await asyncio.gather(self._copy(reader, server_writer), self._copy(server_reader, writer))
         finally:
-            self._writers -= ends
+            self._writers -= writers
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            while data := await reader.read(1 << 16):
-                writer.write(data)
+            while chunk := await reader.read(1 << 16):
+                writer.write(chunk)
                 await writer.drain()
         writer.close()
 
 
-async def cut_and_mend(address: str) -> None:
-    wire = Wire(address)
-    seen_at = await wire.start()
-    fleet = RoutedServers([seen_at])
+async def check_events_after_disconnection(address: str) -> None:
+    """Cut the connection of the router, but not that of a client whose prompts the server caches meanwhile."""
+    proxy = InterruptibleProxy(address)
+    proxy_address = await proxy.start()
+    fleet = RoutedServers([proxy_address])
     try:
         async with AsyncClient(address) as direct:
-            assert await becomes_true(lambda: fleet.router.view.is_up_to_date(seen_at))
+            assert await becomes_true(lambda: fleet.router.view.is_up_to_date(proxy_address))
             await direct.prefill(prompt(1, 0))
-            assert await becomes_true(lambda: fleet.known_tokens(seen_at, prompt(1, 0)) > 0)
-            wire.cut()
+            assert await becomes_true(lambda: fleet.known_tokens(proxy_address, prompt(1, 0)) > 0)
+            proxy.cut()
             await direct.prefill(prompt(2, 0))
             await direct.prefill(prompt(3, 0))
-            assert fleet.known_tokens(seen_at, prompt(1, 0)) > 0
-            assert fleet.known_tokens(seen_at, prompt(2, 0)) == 0
-            wire.is_cut = False
-            assert await becomes_true(lambda: fleet.known_tokens(seen_at, prompt(3, 0)) > 0)
-            assert fleet.known_tokens(seen_at, prompt(2, 0)) > 0
+            assert fleet.known_tokens(proxy_address, prompt(1, 0)) > 0
+            assert fleet.known_tokens(proxy_address, prompt(2, 0)) == 0
+            proxy.is_cut = False
+            assert await becomes_true(lambda: fleet.known_tokens(proxy_address, prompt(3, 0)) > 0)
+            assert fleet.known_tokens(proxy_address, prompt(2, 0)) > 0
     finally:
         await fleet.close()
-        await wire.close()
+        await proxy.close()
 
 
-async def fill_and_look(address: str) -> None:
+async def check_hits_in_host_memory(address: str) -> None:
+    """Prefill more prompts than the pool has room for, and look for the first one in host memory."""
     fleet = RoutedServers([address])
     try:
         assert await becomes_true(lambda: fleet.router.view.is_up_to_date(address))
         for prefix in range(6):
-            await fleet.ask(prompt(prefix, 0))
+            await fleet.prefill(prompt(prefix, 0))
         in_host = Hits(host=PREFIX_TOKENS)
-        assert await becomes_true(lambda: fleet.hits(address, prompt(0, 9)) == in_host), "while the server rests"
-        _, supposed, cached = await fleet.ask(prompt(0, 1))
-        assert (supposed, cached) == (PREFIX_TOKENS, PREFIX_TOKENS)
+        assert await becomes_true(lambda: fleet.hits(address, prompt(0, 9)) == in_host), (
+            "blocks are saved while the server is idle"
+        )
+        _, num_expected, num_cached = await fleet.prefill(prompt(0, 1))
+        assert (num_expected, num_cached) == (PREFIX_TOKENS, PREFIX_TOKENS)
         await fleet.clients[address].purge(everything=True)
         assert await becomes_true(lambda: fleet.hits(address, prompt(1, 9)) == Hits())
     finally:
@@ -187,15 +195,15 @@ async def fill_and_look(address: str) -> None:
 def test_the_router_knows_which_evicted_blocks_are_in_host_memory() -> None:
     settings = "cache.capacity_tokens=512", "tiers.host_bytes=100000000"
     with serving(*(argument for setting in settings for argument in ("--set", setting))) as (_, address):
-        asyncio.run(asyncio.wait_for(fill_and_look(address), PATIENCE_S))
+        asyncio.run(asyncio.wait_for(check_hits_in_host_memory(address), PATIENCE_S))
 
 
 def test_events_during_a_disconnection_are_delivered_afterwards() -> None:
     with serving() as (_, address):
-        asyncio.run(asyncio.wait_for(cut_and_mend(address), PATIENCE_S))
+        asyncio.run(asyncio.wait_for(check_events_after_disconnection(address), PATIENCE_S))
 
 
 @pytest.mark.slow
 def test_prompts_go_to_the_server_that_has_their_prefix() -> None:
     with serving() as (process, one), serving() as (_, two):
-        asyncio.run(asyncio.wait_for(visit(one, two, process.kill), PATIENCE_S))
+        asyncio.run(asyncio.wait_for(check_routing_by_prefix(one, two, process.kill), PATIENCE_S))

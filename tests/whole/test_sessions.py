@@ -19,7 +19,7 @@ from radixkv.v1.hints_pb2 import HintOutcome
 from tests.patience import PATIENCE_S, wait_until
 from tests.whole.forked_server import serving
 
-_BLOCK, _POOL_TOKENS = 64, 1024
+_BLOCK_SIZE, _POOL_TOKENS = 64, 1024
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +31,17 @@ def client() -> Iterator[Client]:
 
 
 @pytest.fixture(autouse=True)
-def _empty(client: Client) -> None:
+def _empty_cache(client: Client) -> None:
     client.purge(everything=True)
 
 
 def prompt(number: int, num_blocks: int = 4) -> list[int]:
-    return [(index * 7 + number) % 251 for index in range(num_blocks * _BLOCK)]
+    """Return a numbered prompt of whole blocks; prompts of different numbers have no common prefix."""
+    return [(index * 7 + number) % 251 for index in range(num_blocks * _BLOCK_SIZE)]
 
 
 def hint(client: Client, action_type: str, tokens: list[int] | None = None, **payload: Any) -> HintOutcome:
+    """Send a hint with one action, and return its outcome. `tenant` is that of the call and not in the payload."""
     tenant = payload.pop("tenant", "")
     actions = [{"action_id": "a-1", "action_type": action_type, "payload": payload}]
     (outcome,) = client.hint(actions, tokens, tenant=tenant).hints
@@ -47,9 +49,9 @@ def hint(client: Client, action_type: str, tokens: list[int] | None = None, **pa
     return outcome
 
 
-def test_a_session_is_one_thing_in_the_statistics_and_in_the_segments(client: Client) -> None:
+def test_the_requests_of_a_session_are_one_entry_in_the_statistics_and_share_its_state(client: Client) -> None:
     client.prefill(prompt(1), session_id="s", tenant="acme")
-    client.prefill(prompt(1) + [1] * _BLOCK, session_id="s", tenant="acme", awaits=Awaits.TOOL)
+    client.prefill(prompt(1) + [1] * _BLOCK_SIZE, session_id="s", tenant="acme", awaits=Awaits.TOOL)
     client.prefill(prompt(2), session_id="t", tenant="acme", awaits=Awaits.USER)
     client.prefill(prompt(3), session_id="s", tenant="other")
     stats = client.stats(max_sessions=10)
@@ -72,26 +74,28 @@ def test_a_session_is_one_thing_in_the_statistics_and_in_the_segments(client: Cl
         client.segments(session_id="s")
 
 
-def test_what_only_an_ended_session_has_used_is_evicted_first(client: Client) -> None:
+def test_blocks_that_only_an_ended_session_has_used_are_evicted_first(client: Client) -> None:
     client.prefill(prompt(1))
     client.prefill(prompt(2) + prompt(3), session_id="s")
     client.prefill(prompt(2) + prompt(4))
     ended = client.end_session("s")
     assert (ended.was_known, ended.blocks) == (True, 4)
     assert not client.end_session("s").was_known
-    client.prefill(prompt(5, 4))  # the pool has 16 blocks
-    cached = [client.probe(tokens).cached_tokens // _BLOCK for tokens in (prompt(1), prompt(2) + prompt(3))]
-    assert cached == [3, 4]  # the last token of a prompt is always computed
+    client.prefill(prompt(5))  # the pool has 16 blocks, so that four are evicted
+    assert client.probe([*prompt(1), 1]).cached_tokens == 4 * _BLOCK_SIZE
+    assert client.probe(prompt(2) + prompt(3)).cached_tokens == 4 * _BLOCK_SIZE, (
+        "the four blocks of prompt 3 are evicted"
+    )
     with pytest.raises(InvalidArgument, match="session_id: it is required"):
         client.end_session("")
 
 
-@pytest.mark.parametrize(("written", "cached_tokens"), [(True, 4 * _BLOCK + 70), (False, 4 * _BLOCK)])
-def test_generated_tokens_are_published_unless_the_caller_does_not_want_it(
-    client: Client, written: bool, cached_tokens: int
+@pytest.mark.parametrize(("write_generated", "cached_tokens"), [(True, 4 * _BLOCK_SIZE + 70), (False, 4 * _BLOCK_SIZE)])
+def test_generated_tokens_are_published_if_write_generated_is_true(
+    client: Client, write_generated: bool, cached_tokens: int
 ) -> None:
-    read = client.generate(prompt(1), max_new_tokens=71, ignore_eos=True, write_generated=written)
-    answer = [token for chunk in read for token in chunk.token_ids]
+    chunks = client.generate(prompt(1), max_new_tokens=71, ignore_eos=True, write_generated=write_generated)
+    answer = [token for chunk in chunks for token in chunk.token_ids]
     probe = client.probe(prompt(1) + answer + [1])
     assert probe.cached_tokens == cached_tokens
 
@@ -102,7 +106,7 @@ def test_renewal_requires_a_time_to_live(client: Client) -> None:
         client.prefill(prompt(1), retention=Retention(80, renew=True))
 
 
-def test_retain_and_pin_are_retentions(client: Client) -> None:
+def test_hints_retain_and_pin_a_range_of_a_prompt(client: Client) -> None:
     client.prefill(prompt(1), session_id="s")
     assert hint(client, "kv.retain", prompt(1), priority=70, ttl_seconds=60).status == HintStatus.HINT_CLIPPED
     (retained, *_) = sorted(client.segments().segments, key=lambda each: -each.priority)
@@ -114,45 +118,46 @@ def test_retain_and_pin_are_retentions(client: Client) -> None:
     assert max(each.priority for each in client.segments().segments) == 100
 
 
-def test_released_tokens_are_gone_and_demoted_ones_are_in_the_tier(client: Client) -> None:
+def test_released_tokens_are_not_cached_and_demoted_ones_are_in_the_tier(client: Client) -> None:
     for number in (1, 2):
         client.prefill(prompt(number), session_id=f"s{number}")
     outcome = hint(client, "kv.demote", session_id="s1")
-    assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 4 * _BLOCK)
-    outcome = hint(client, "kv.release", prompt(2), start=_BLOCK + 1)
-    assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 2 * _BLOCK)
+    assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 4 * _BLOCK_SIZE)
+    # A release from the middle of the second block frees the blocks after it.
+    outcome = hint(client, "kv.release", prompt(2), start=_BLOCK_SIZE + 1)
+    assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 2 * _BLOCK_SIZE)
     wait_until(lambda: client.probe(prompt(1)).stored_tokens > 0)
     probes = [client.probe(prompt(number)) for number in (1, 2)]
-    assert [(each.cached_tokens, each.stored_tokens) for each in probes] == [(0, 3 * _BLOCK), (2 * _BLOCK, 0)]
-    assert client.prefill(prompt(1)).usage.host_tokens == 3 * _BLOCK
+    assert [(each.cached_tokens, each.stored_tokens) for each in probes] == [(0, 3 * _BLOCK_SIZE), (2 * _BLOCK_SIZE, 0)]
+    assert client.prefill(prompt(1)).usage.host_tokens == 3 * _BLOCK_SIZE
 
 
-def test_what_a_running_request_uses_stays(client: Client) -> None:
+def test_blocks_that_a_held_lease_uses_are_not_released(client: Client) -> None:
     held = client.prefill(prompt(1), hold_lease=True)
     client.prefill(prompt(1) + prompt(2))
     outcome = hint(client, "kv.release", prompt(1) + prompt(2))
-    assert (outcome.status, outcome.tokens) == (HintStatus.HINT_CLIPPED, 4 * _BLOCK)
+    assert (outcome.status, outcome.tokens) == (HintStatus.HINT_CLIPPED, 4 * _BLOCK_SIZE)
     assert "requests use them" in outcome.reason
     client.release(held.lease_id)
-    assert hint(client, "kv.release", prompt(1)).tokens == 4 * _BLOCK
+    assert hint(client, "kv.release", prompt(1)).tokens == 4 * _BLOCK_SIZE
 
 
-@pytest.mark.parametrize("by_session", [True, False])
+@pytest.mark.parametrize("by_session", [True, False], ids=["session", "prompt"])
 def test_a_session_is_loaded_before_its_next_turn(client: Client, by_session: bool) -> None:
     client.prefill(prompt(1), session_id="s", tenant="acme", awaits=Awaits.TOOL)
     hint(client, "kv.demote", prompt(1), tenant="acme")
-    wait_until(lambda: client.probe([*prompt(1), 1], tenant="acme").stored_tokens == 4 * _BLOCK)
+    wait_until(lambda: client.probe([*prompt(1), 1], tenant="acme").stored_tokens == 4 * _BLOCK_SIZE)
     if by_session:
         outcome = hint(client, "kv.prefetch", session_id="s", tenant="acme")
     else:
         outcome = hint(client, "kv.prefetch", [*prompt(1), 1], tenant="acme")
-    assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 4 * _BLOCK)
-    wait_until(lambda: client.probe([*prompt(1), 1], tenant="acme").cached_tokens == 4 * _BLOCK)
-    owned = client.segments(session_id="s", tenant="acme").segments
-    assert sum(each.num_blocks for each in owned) == (4 if by_session else 0)
-    assert {each.awaits for each in owned} <= {Awaits.TOOL}
+    assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 4 * _BLOCK_SIZE)
+    wait_until(lambda: client.probe([*prompt(1), 1], tenant="acme").cached_tokens == 4 * _BLOCK_SIZE)
+    segments_of_session = client.segments(session_id="s", tenant="acme").segments
+    assert sum(each.num_blocks for each in segments_of_session) == (4 if by_session else 0)
+    assert {each.awaits for each in segments_of_session} <= {Awaits.TOOL}
     usage = client.prefill([*prompt(1), 1], session_id="s", tenant="acme").usage
-    assert (usage.device_tokens, usage.host_tokens) == (4 * _BLOCK, 0)
+    assert (usage.device_tokens, usage.host_tokens) == (4 * _BLOCK_SIZE, 0)
 
 
 def test_the_hints_of_a_request_are_applied_when_it_has_ended(client: Client) -> None:
@@ -198,7 +203,7 @@ def test_the_hints_of_a_request_are_applied_when_it_has_ended(client: Client) ->
         ("kv.fly", {}, "action_type: expected one of kv.retain, kv.pin"),
     ],
 )
-def test_an_action_that_is_wrong_is_refused_with_the_reason(
+def test_an_invalid_action_is_refused_with_the_reason(
     client: Client, action_type: str, payload: dict[str, Any], reason: str
 ) -> None:
     outcome = hint(client, action_type, prompt(1), **payload)
@@ -206,7 +211,7 @@ def test_an_action_that_is_wrong_is_refused_with_the_reason(
     assert outcome.reason.startswith(reason)
 
 
-def test_an_envelope_that_is_wrong_is_an_error(client: Client) -> None:
+def test_an_invalid_envelope_is_an_error(client: Client) -> None:
     with pytest.raises(InvalidArgument, match=r"kv_hints\.actions: expected at most 16, got 17"):
         client.hint([{"action_type": "kv.pin"}] * 17)
     with pytest.raises(InvalidArgument, match=r"kv_hints\.protocol_version: expected 1\.x or 0\.x, got '3'"):
@@ -217,7 +222,7 @@ def test_an_envelope_that_is_wrong_is_an_error(client: Client) -> None:
         client.prefill(prompt(1), awaits=9)
 
 
-def test_a_hint_without_an_address_is_refused(client: Client) -> None:
+def test_a_hint_that_names_neither_a_session_nor_a_prompt_is_refused(client: Client) -> None:
     outcome = hint(client, "kv.release")
     assert outcome.reason == "payload: expected session_id, or a prompt in the request"
 
@@ -229,10 +234,10 @@ def test_hints_of_one_tenant_do_not_reach_another(client: Client) -> None:
         assert outcome.status == HintStatus.HINT_REFUSED
     assert not client.end_session("s", tenant="other").was_known
     probe = client.probe([*prompt(1), 1], tenant="acme")
-    assert (probe.cached_tokens, probe.miss_reason) == (4 * _BLOCK, MissReason.NONE)
+    assert (probe.cached_tokens, probe.miss_reason) == (4 * _BLOCK_SIZE, MissReason.NONE)
 
 
-def test_a_purge_forgets_the_prompts_of_sessions(client: Client) -> None:
+def test_a_purge_removes_sessions(client: Client) -> None:
     client.prefill(prompt(1), session_id="s")
     client.purge(everything=True)
     assert not client.stats(max_sessions=10).sessions
@@ -245,16 +250,19 @@ def test_a_purge_forgets_the_prompts_of_sessions(client: Client) -> None:
         ({"tool_call_begin": "0"}, Awaits.TOOL),
         ({"tool_call_begin": "<never>"}, Awaits.USER),
         ({"awaits": Awaits.NOTHING}, Awaits.NOTHING),
-        ({"regex": None, "ignore_eos": True}, Awaits.UNKNOWN),  # ends at the maximum length
+        ({"regex": None, "ignore_eos": True}, Awaits.UNKNOWN),
     ],
+    ids=["stop", "tool call", "no tool call", "set by the caller", "maximum length"],
 )
-def test_the_answer_shows_what_the_session_waits_for(client: Client, options: dict[str, Any], awaits: Awaits) -> None:
+def test_the_end_of_an_answer_decides_what_the_session_waits_for(
+    client: Client, options: dict[str, Any], awaits: Awaits
+) -> None:
     list(client.generate(prompt(1), max_new_tokens=24, session_id="s", **{"regex": "a[0-9]{3}", **options}))
     (session,) = client.stats(max_sessions=1).sessions
     assert session.awaits == awaits
 
 
-def test_a_held_lease_says_what_its_session_waits_for(client: Client) -> None:
+def test_a_session_whose_request_holds_a_lease_records_what_it_waits_for(client: Client) -> None:
     held = client.prefill(prompt(1), session_id="s", awaits=Awaits.TOOL, hold_lease=True)
     client.release(held.lease_id)
     (session,) = client.stats(max_sessions=1).sessions
@@ -265,19 +273,19 @@ def test_a_session_is_loaded_while_its_tool_runs(client: Client) -> None:
     for _ in range(3):  # the server learns how long the tools of this session take
         client.prefill(prompt(1), session_id="s", awaits=Awaits.TOOL)
     hint(client, "kv.demote", prompt(1))
-    wait_until(lambda: client.probe([*prompt(1), 1]).cached_tokens == 4 * _BLOCK)
-    assert client.prefill([*prompt(1), 1], session_id="s").usage.device_tokens == 4 * _BLOCK
+    wait_until(lambda: client.probe([*prompt(1), 1]).cached_tokens == 4 * _BLOCK_SIZE)
+    assert client.prefill([*prompt(1), 1], session_id="s").usage.device_tokens == 4 * _BLOCK_SIZE
 
 
-def test_what_a_session_has_shared_is_not_evicted_with_it(client: Client) -> None:
+def test_blocks_that_a_session_has_shared_are_kept_when_it_ends(client: Client) -> None:
     client.prefill(prompt(1) + prompt(2), session_id="s")
-    outcome = hint(client, "kv.share", prompt(1) + prompt(2), end=4 * _BLOCK)
-    assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 4 * _BLOCK)
+    outcome = hint(client, "kv.share", prompt(1) + prompt(2), end=4 * _BLOCK_SIZE)
+    assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 4 * _BLOCK_SIZE)
     client.prefill(prompt(3))
     assert client.end_session("s").blocks == 4
     client.prefill(prompt(4) + prompt(5))  # the pool has 16 blocks
-    assert client.probe([*prompt(1), 1]).cached_tokens == 4 * _BLOCK
-    assert client.probe([*prompt(3), 1]).cached_tokens == 4 * _BLOCK
+    assert client.probe([*prompt(1), 1]).cached_tokens == 4 * _BLOCK_SIZE
+    assert client.probe([*prompt(3), 1]).cached_tokens == 4 * _BLOCK_SIZE
     outcome = hint(client, "kv.share", session_id="s")
     assert (outcome.status, outcome.is_missing) == (HintStatus.HINT_REFUSED, True)
 
@@ -287,12 +295,12 @@ def test_a_hint_may_address_all_that_a_tenant_has_cached_with_a_salt(client: Cli
         client.prefill(prompt(number), tenant="acme", salt=salt)
     client.prefill(prompt(1), tenant="other", salt="x")
     outcome = hint(client, "kv.demote", salt="x", adapter="", tenant="acme")
-    assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 8 * _BLOCK)
-    wait_until(lambda: client.probe([*prompt(1), 1], tenant="acme", salt="x").stored_tokens == 4 * _BLOCK)
+    assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 8 * _BLOCK_SIZE)
+    wait_until(lambda: client.probe([*prompt(1), 1], tenant="acme", salt="x").stored_tokens == 4 * _BLOCK_SIZE)
     probes = [client.probe([*prompt(1), 1], tenant=tenant, salt="x").cached_tokens for tenant in ("acme", "other")]
-    assert probes == [0, 4 * _BLOCK]
-    assert client.probe([*prompt(3), 1], tenant="acme", salt="y").cached_tokens == 4 * _BLOCK
-    assert hint(client, "kv.retain", salt="y", priority=20, tenant="acme").tokens == 4 * _BLOCK
+    assert probes == [0, 4 * _BLOCK_SIZE]
+    assert client.probe([*prompt(3), 1], tenant="acme", salt="y").cached_tokens == 4 * _BLOCK_SIZE
+    assert hint(client, "kv.retain", salt="y", priority=20, tenant="acme").tokens == 4 * _BLOCK_SIZE
     outcome = hint(client, "kv.release", adapter="unknown", tenant="acme")
     assert outcome.reason == "payload.adapter: expected the name of a loaded adapter, got an unknown one"
     action = {"action_type": "kv.release", "action_version": "1.0", "payload": {"salt": "y"}}

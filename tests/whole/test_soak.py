@@ -13,22 +13,31 @@ import pytest
 
 from radixkv.service.client import AsyncClient
 from radixkv.v1.prefill_pb2 import GenerateResponse, TokenLogprobs
-from tests.whole.soak import MAX_GROWTH_BYTES, Report, Sample, answer_of, growth_per_10k_calls, run_soak, sample
+from tests.whole.soak import (
+    MAX_GROWTH_BYTES,
+    Report,
+    Sample,
+    complete,
+    growth_bytes_per_10k_calls,
+    run_soak,
+    take_sample,
+)
 
 PASSED = "check passed, 0 leased, 0 pinned"
 
 
-def samples(bytes_per_call: float, *, noise: int = 0, more_threads: int = 0) -> list[Sample]:
-    """Return samples of a server that leaks a number of bytes per call, with occasional peaks."""
+def samples(leaked_bytes_per_call: float, *, peak_bytes: int = 0, num_new_threads: int = 0) -> list[Sample]:
+    """Return ten minutes of samples of a server that leaks memory; every seventh sample is higher by a peak."""
     return [
         Sample(
-            10.0 * index,
-            1000 * index,
-            400_000_000 + int(1000 * index * bytes_per_call) + (noise if index % 7 == 3 else 0),
-            0,
-            0,
-            20 + (more_threads if index > 30 else 0),
-            30,
+            time_s=10.0 * index,
+            num_calls=1000 * index,
+            anonymous_bytes=400_000_000
+            + int(1000 * index * leaked_bytes_per_call)
+            + (peak_bytes if index % 7 == 3 else 0),
+            file_backed_bytes=0,
+            num_threads=20 + (num_new_threads if index > 30 else 0),
+            num_descriptors=30,
         )
         for index in range(60)
     ]
@@ -36,16 +45,16 @@ def samples(bytes_per_call: float, *, noise: int = 0, more_threads: int = 0) -> 
 
 @pytest.mark.parametrize("bytes_per_call", [0, 20, 3000])
 def test_growth_is_found_in_spite_of_peaks(bytes_per_call: int) -> None:
-    grown = growth_per_10k_calls(samples(bytes_per_call, noise=20_000_000))
-    assert grown == pytest.approx(10_000 * bytes_per_call, abs=50_000)
-    report = Report(warm=samples(bytes_per_call, noise=20_000_000), last_output=PASSED)
+    growth_bytes = growth_bytes_per_10k_calls(samples(bytes_per_call, peak_bytes=20_000_000))
+    assert growth_bytes == pytest.approx(10_000 * bytes_per_call, abs=50_000)
+    report = Report(warm_samples=samples(bytes_per_call, peak_bytes=20_000_000), last_output=PASSED)
     assert (report.growth_bytes > MAX_GROWTH_BYTES) == bool(report.mistakes) == (bytes_per_call == 3000)
 
 
-def test_wrong_answers_and_what_is_left_are_mistakes() -> None:
+def test_wrong_answers_and_resources_left_behind_are_mistakes() -> None:
     report = Report(
         outcomes=Counter({"prefilled": 9, "WRONG n of prompt 3": 2, "UNEXPECTED UNAVAILABLE x": 1}),
-        warm=samples(0, more_threads=9),
+        warm_samples=samples(0, num_new_threads=9),
         left_behind={"held leases": 0, "pinned blocks": 4},
         last_output="check failed",
     )
@@ -60,7 +69,7 @@ def test_wrong_answers_and_what_is_left_are_mistakes() -> None:
 
 
 class ScriptedClient:
-    """Answers with the given responses."""
+    """An `AsyncClient` whose completions consist of the given responses."""
 
     def __init__(self, *responses: GenerateResponse) -> None:
         self._responses = responses
@@ -70,10 +79,10 @@ class ScriptedClient:
             yield response
 
 
-def response(logprobs: dict[int, float], of_prompt: tuple[float, ...] = ()) -> GenerateResponse:
-    """A response with tokens and their log probabilities."""
+def response(logprobs: dict[int, float], prompt_logprobs: tuple[float, ...] = ()) -> GenerateResponse:
+    """Return a response with tokens, their log probabilities, and those of the tokens of the prompt."""
     rows = [TokenLogprobs(logprob=each) for each in logprobs.values()]
-    prompt_rows = [TokenLogprobs(logprob=each) for each in of_prompt]
+    prompt_rows = [TokenLogprobs(logprob=each) for each in prompt_logprobs]
     return GenerateResponse(token_ids=list(logprobs), logprobs=rows, prompt_logprobs=prompt_rows)
 
 
@@ -89,31 +98,44 @@ def response(logprobs: dict[int, float], of_prompt: tuple[float, ...] = ()) -> G
         ([response({5: -0.5, 6: -0.25})], False),
     ],
 )
-def test_answers_are_compared_by_their_numbers_and_not_by_their_division(
+def test_completions_are_compared_without_their_division_into_responses(
     responses: list[GenerateResponse], is_equal: bool
 ) -> None:
     first, second = (
-        asyncio.run(answer_of(cast("AsyncClient", ScriptedClient(*each)), [1]))
+        asyncio.run(complete(cast("AsyncClient", ScriptedClient(*each)), [1]))
         for each in ([response({5: -0.5}, (-1.5,)), response({6: -0.25})], responses)
     )
     assert (first == second) == is_equal
 
 
 def test_a_sample_reads_this_process() -> None:
-    ballast = mmap.mmap(-1, 30_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # an allocator may keep its memory
+    # Memory of an allocator would not do, because it may keep what is freed.
+    ballast = mmap.mmap(-1, 30_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     ballast.write(bytes(30_000_000))
-    before = sample(os.getpid(), 0.0, 0)
+    before = take_sample(os.getpid(), time_s=0.0, num_calls=0)
     ballast.close()
-    after = sample(os.getpid(), 1.0, 1)
-    assert before.anonymous - after.anonymous == pytest.approx(30e6, abs=5e6)
-    assert before.threads >= 1
-    assert before.descriptors >= 3
+    after = take_sample(os.getpid(), time_s=1.0, num_calls=1)
+    assert before.anonymous_bytes - after.anonymous_bytes == pytest.approx(30e6, abs=5e6)
+    assert before.num_threads >= 1
+    assert before.num_descriptors >= 3
 
 
 @pytest.mark.slow
 def test_a_short_soak_makes_every_kind_of_call_without_a_mistake() -> None:
     report = run_soak(minutes=6, warm_up_minutes=3)
+    # Six minutes are too short for a measurement of growth.
     assert [each for each in report.mistakes if "memory grew" not in each] == []
-    kinds = {"adapter", "n", "regex", "schema", "gateway", "visitor", "events", "purged", "held", "cancelled"}
-    assert kinds <= set(report.outcomes)
+    expected_outcomes = {
+        "adapter",
+        "n",
+        "regex",
+        "schema",
+        "gateway",
+        "visitor",
+        "events",
+        "purged",
+        "held",
+        "cancelled",
+    }
+    assert expected_outcomes <= set(report.outcomes)
     assert report.num_killed

@@ -16,25 +16,25 @@ from tests.service.command_line import LAUNCHER
 
 PAGE = Path(__file__).parents[2] / "docs" / "deploy" / "tls.md"
 SYSTEM_PATH = "/usr/bin:/bin"
-STEP = re.compile(r"^```(console|toml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE_BLOCK = re.compile(r"^```(console|toml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
 def shell(tmp_path):
     """Return a function that runs a command in a directory, where `radixkv` uses a fake engine instead of a model."""
-    commands = tmp_path / "bin"
-    commands.mkdir()
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
     # Only `serve` gets the fake engine; the other commands start in a tenth of the time without it.
-    (commands / "radixkv").write_text(
+    (bin_folder / "radixkv").write_text(
         f'#!/bin/sh\nif [ "$1" = serve ]; then exec "{sys.executable}" "{LAUNCHER}" open "$@"; fi\n'
         f'exec "{sys.executable}" -m radixkv "$@"\n'
     )
-    (commands / "radixkv").chmod(0o755)
-    started = []
+    (bin_folder / "radixkv").chmod(0o755)
+    processes = []
 
     def start(command: str) -> subprocess.Popen[str]:
         environment = {
-            "PATH": f"{commands}:{SYSTEM_PATH}",
+            "PATH": f"{bin_folder}:{SYSTEM_PATH}",
             "HOME": str(tmp_path),
             "PYTHONPATH": str(PAGE.parents[2]),
         }
@@ -46,19 +46,19 @@ def shell(tmp_path):
             stderr=subprocess.STDOUT,
             text=True,
         )
-        started.append(process)
+        processes.append(process)
         return process
 
     yield start
-    for process in started:
+    for process in processes:
         process.kill()
         process.communicate()
 
 
-def is_as_written(written: list[str], output: str) -> bool:
+def contains_lines(output: str, documented_lines: list[str]) -> bool:
     """Return whether the output contains each line; `...` matches anything, and whitespace is collapsed."""
     lines = [" ".join(line.split()) for line in output.splitlines()]
-    patterns = [re.escape(line).replace(re.escape("..."), ".*") for line in written]
+    patterns = [re.escape(line).replace(re.escape("..."), ".*") for line in documented_lines]
     return all(any(re.fullmatch(pattern, line) for line in lines) for pattern in patterns)
 
 
@@ -66,27 +66,26 @@ def test_the_commands_on_the_page_work(shell, tmp_path):
     text = PAGE.read_text(encoding="utf-8").replace("50051", str(free_port())).replace("9400", str(free_port()))
     server = None
     num_commands = 0
-    for kind, block in STEP.findall(text):
-        if kind == "toml":
+    for language, block in CODE_BLOCK.findall(text):
+        if language == "toml":
             name, _, content = block.partition("\n")
             (tmp_path / name.removeprefix("# ")).write_text(content)
             continue
         for step in block.removeprefix("$ ").split("\n$ "):
-            command, *written = step.strip().split("\n")
+            command, *documented_lines = step.strip().split("\n")
             num_commands += 1
-            if shutil.which(command.split()[0], path=SYSTEM_PATH) is None and not command.startswith(
-                ("radixkv", "umask")
-            ):
+            program = command.split()[0]
+            is_available = program in ("radixkv", "umask") or shutil.which(program, path=SYSTEM_PATH) is not None
+            if not is_available:
                 continue
             process = shell(command)
             if command.startswith("radixkv serve"):
                 server = process
-                line = next(
-                    (line for line in process.stdout if line.startswith("listening")), ""
-                )  # its log is there too
-                assert line.strip() == written[0]
+                # The log of the server is in the same output.
+                line = next((line for line in process.stdout if line.startswith("listening")), "")
+                assert line.strip() == documented_lines[0]
             else:
                 output, _ = process.communicate(timeout=PATIENCE_S)
-                assert is_as_written(written, output), (command, output)
+                assert contains_lines(output, documented_lines), (command, output)
     assert num_commands == 19
     assert server.wait(PATIENCE_S) == 0

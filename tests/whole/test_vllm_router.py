@@ -1,7 +1,7 @@
 """vllm-router reads the events of two servers and chooses the one that has a prompt.
 
-It drives its workers by a protocol that radixkv does not speak, so behind it are two stand-ins that only count, and the
-ZMQ endpoints that it follows are those of two real servers.
+The router calls its workers with a protocol that radixkv does not implement. Its workers are therefore two fakes, which
+only count requests, but the events that the router reads are those of two real servers.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ pytestmark = [
     pytest.mark.usefixtures("forked_servers"),
 ]
 
-ANSWER = bytes.fromhex("0a020801 120b 1801 220105 42040801 1001")  # vllm.GenerateResponse: token 5, finished by length
-EARLY = np.random.default_rng(5).integers(0, 256, (4, 320)).tolist()
+# A vllm.GenerateResponse: token 5, finished by length.
+RESPONSE = bytes.fromhex("0a020801 120b 1801 220105 42040801 1001")
+EARLY_PROMPTS = np.random.default_rng(5).integers(0, 256, (4, 320)).tolist()
 
 
 class CountingWorker(grpc.GenericRpcHandler):
-    """A stand-in for a vLLM server: healthy, and answers each request with one token.
+    """Imitates a vLLM server: it is healthy, and answers each request with one token.
 
     Attributes:
-        num_asked: requests so far.
+        num_requests: requests so far.
     """
 
     def __init__(self) -> None:
-        self.num_asked = 0
+        self.num_requests = 0
 
     def service(self, call: Any) -> Any:
         if call.method == "/vllm.Inference/GenerateStream":
@@ -64,53 +65,57 @@ class CountingWorker(grpc.GenericRpcHandler):
         return None
 
     def _generate(self, request: bytes, context: Any) -> Iterator[bytes]:
-        self.num_asked += 1
-        yield ANSWER
+        self.num_requests += 1
+        yield RESPONSE
 
 
 @dataclass
 class Routed:
-    """Two servers, and a router that follows their events and routes to stand-ins."""
+    """Two servers, and a router that reads their events and sends requests to fake workers, one per server."""
 
     url: str
     metrics_url: str
     servers: list[Client]
     workers: list[CountingWorker]
 
-    def num_known(self) -> int:
-        """Return the number of requests whose prompt the router knew to be cached."""
+    def num_hits(self) -> int:
+        """Return for how many requests the router has found a worker that has the prompt."""
         with urllib.request.urlopen(self.metrics_url, timeout=PATIENCE_S) as page:
-            found = re.search(
+            match = re.search(
                 r'^vllm_router_kv_placement_lookups_total\{result="hit"\} (\d+)$', page.read().decode(), re.M
             )
-        return int(found[1]) if found else 0
+        return int(match[1]) if match else 0
 
-    def ask(self, prompt: list[int]) -> tuple[int, bool]:
-        """Send a prompt through the router; return the chosen worker, and whether the prompt was known to be cached."""
-        asked, known = [worker.num_asked for worker in self.workers], self.num_known()
+    def send(self, prompt: list[int]) -> tuple[int, bool]:
+        """Send a prompt through the router; return the chosen worker, and whether the router knew that it is cached."""
+        num_requests_before = [worker.num_requests for worker in self.workers]
+        num_hits_before = self.num_hits()
         body = {"model": "tiny", "prompt": [*prompt, 1], "max_tokens": 1, "temperature": 0}
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             assert len(json.load(response)["choices"]) == 1
-        (chosen,) = (index for index, worker in enumerate(self.workers) if worker.num_asked > asked[index])
-        return chosen, self.num_known() > known
+        (chosen,) = (
+            index for index, worker in enumerate(self.workers) if worker.num_requests > num_requests_before[index]
+        )
+        return chosen, self.num_hits() > num_hits_before
 
     def wait_for_all_events(self, prompts: Iterator[list[int]]) -> None:
-        """Wait until the router has read all published events, with a fresh prompt for each message."""
+        """Wait until the router has read all published events, by new prompts whose events come after these."""
         for index, server in enumerate(self.servers):
-            for _ in range(20):  # the first ones may arrive before it has subscribed
-                last = next(prompts)
-                server.prefill(last)
-                if self._hears_of(last, index):
+            for _ in range(20):  # events before the router has subscribed are lost
+                prompt = next(prompts)
+                server.prefill(prompt)
+                if self._becomes_known(prompt, index):
                     break
             else:
                 pytest.fail("expected the router to read events, got none")
 
-    def _hears_of(self, prompt: list[int], holder: int) -> bool:
+    def _becomes_known(self, prompt: list[int], server: int) -> bool:
+        """Return whether the router sends a prompt to the given server, as one that is cached, within 40 attempts."""
         for _ in range(40):
-            if self.ask(prompt) == (holder, True):
+            if self.send(prompt) == (server, True):
                 return True
             time.sleep(0.02)
         return False
@@ -128,7 +133,7 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def started_worker() -> Iterator[tuple[CountingWorker, str]]:
+def run_worker() -> Iterator[tuple[CountingWorker, str]]:
     worker = CountingWorker()
     server = grpc.server(ThreadPoolExecutor(2), handlers=(worker,))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -140,7 +145,7 @@ def started_worker() -> Iterator[tuple[CountingWorker, str]]:
 
 
 @contextmanager
-def started_router(folder: Path, options: list[str]) -> Iterator[tuple[str, str]]:
+def run_router(folder: Path, options: list[str]) -> Iterator[tuple[str, str]]:
     """Run the router with the embedded model's tokenizer; yield its URL and that of its metrics."""
     write_tiny_files(folder)
     port, metrics_port = free_ports(2)
@@ -171,7 +176,7 @@ def started_router(folder: Path, options: list[str]) -> Iterator[tuple[str, str]
 def routed() -> Iterator[Routed]:
     ports = free_ports(4)
     with ExitStack() as stack:
-        workers = [stack.enter_context(started_worker()) for _ in range(2)]
+        workers = [stack.enter_context(run_worker()) for _ in range(2)]
         servers, options = [], ["--worker-urls", *(url for _, url in workers)]
         for (_, worker_url), port, replay_port in zip(workers, ports[:2], ports[2:], strict=True):
             events, replays = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay_port}"
@@ -179,41 +184,45 @@ def routed() -> Iterator[Routed]:
             servers.append(ServerProcess(serve_command("tiny", "cpu", (*settings, "cache.capacity_tokens=65536"))))
             options += ["--kv-event-source", f"{worker_url}={events}"]
             options += ["--kv-event-replay-source", f"{worker_url}={replays}"]
-        with ThreadPoolExecutor(2) as threads:  # they load at the same time
+        with ThreadPoolExecutor(2) as threads:  # the servers load their models at the same time
             addresses = list(threads.map(stack.enter_context, servers))
         clients = [stack.enter_context(Client(address, timeout_s=PATIENCE_S)) for address in addresses]
-        for number, prompt in enumerate(EARLY):  # before the router starts
+        for number, prompt in enumerate(EARLY_PROMPTS):  # before the router starts
             clients[number % 2].prefill(prompt)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="radixkv-router-")))
-        url, metrics_url = stack.enter_context(started_router(folder, options))
+        url, metrics_url = stack.enter_context(run_router(folder, options))
         yield Routed(url, metrics_url, clients, [worker for worker, _ in workers])
 
 
 @pytest.fixture(scope="module")
 def prompts() -> Iterator[list[int]]:
-    random = np.random.default_rng(6)
-    return (random.integers(0, 256, 320).tolist() for _ in itertools.count())
+    """New prompts of 320 tokens without end."""
+    rng = np.random.default_rng(6)
+    return (rng.integers(0, 256, 320).tolist() for _ in itertools.count())
 
 
 def test_the_server_that_has_the_prompt_is_chosen(routed: Routed, prompts: Iterator[list[int]]) -> None:
-    held = list(itertools.islice(prompts, 12))
+    cached = list(itertools.islice(prompts, 12))
     routed.wait_for_all_events(prompts)
-    for number, prompt in enumerate(held):  # without the router
+    for number, prompt in enumerate(cached):  # without the router
         routed.servers[number % 2].prefill(prompt)
     routed.wait_for_all_events(prompts)
-    assert [routed.ask(prompt) for prompt in held] == [(0, True), (1, True)] * 6
+    assert [routed.send(prompt) for prompt in cached] == [(0, True), (1, True)] * 6
 
 
 def test_the_router_learns_what_was_cached_before_it_started(routed: Routed, prompts: Iterator[list[int]]) -> None:
     routed.wait_for_all_events(prompts)
-    assert [routed.ask(prompt) for prompt in EARLY] == [(0, True), (1, True)] * 2
+    assert [routed.send(prompt) for prompt in EARLY_PROMPTS] == [(0, True), (1, True)] * 2
 
 
-def test_salted_prompts_are_never_matched_by_tokens(routed: Routed, prompts: Iterator[list[int]]) -> None:
-    hidden, held = list(itertools.islice(prompts, 8)), next(prompts)
+def test_prompts_with_a_salt_or_a_tenant_are_unknown_to_the_router(
+    routed: Routed, prompts: Iterator[list[int]]
+) -> None:
+    hidden, public = list(itertools.islice(prompts, 8)), next(prompts)
     for number, prompt in enumerate(hidden):
-        routed.servers[number % 2].prefill(prompt, **({"salt": "secret"} if number < 4 else {"tenant": "other"}))
-    routed.servers[0].prefill(held)
+        namespace = {"salt": "secret"} if number < 4 else {"tenant": "other"}
+        routed.servers[number % 2].prefill(prompt, **namespace)
+    routed.servers[0].prefill(public)
     routed.wait_for_all_events(prompts)
-    assert [routed.ask(prompt)[1] for prompt in hidden] == [False] * 8
-    assert routed.ask(held) == (0, True)
+    assert [routed.send(prompt)[1] for prompt in hidden] == [False] * 8
+    assert routed.send(public) == (0, True)
