@@ -1,6 +1,6 @@
-"""A prefill service without a model: an exact, infinite cache of prefixes, and failures on request.
+"""A prefill service without a model: its cache of prefixes never evicts, and tests make its requests fail.
 
-`python -m tests.bench.fake_service` serves it like `radixkv serve` would.
+`python -m tests.bench.fake_service` listens and prints its address like `radixkv serve`.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ import grpc
 
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
-Trouble = Callable[[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse], grpc.StatusCode | None]
+FaultInjector = Callable[[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse], grpc.StatusCode | None]
 
 
 @dataclass
 class FakeService(prefill_pb2_grpc.PrefillServiceServicer, cache_pb2_grpc.CacheServiceServicer):
-    """Answers with exact counts.
+    """Answers with exact token counts.
 
     Attributes:
-        trouble: may change the response to a request, or return the status that it fails with.
+        inject_fault: may change the response to a request, or return the status that it fails with.
         delay_s: how long each request takes.
-        num_together: each request waits until this many have been running at the same time.
+        min_concurrency: each request waits until this many have been running at the same time.
         calls: number of requests, by tenant and whether the cache was used.
         max_running: the maximum number of requests that ran at the same time.
     """
 
-    trouble: Trouble = lambda request, response: None
+    inject_fault: FaultInjector = lambda request, response: None
     delay_s: float = 0.0
-    num_together: int = 0
+    min_concurrency: int = 0
     calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
     max_running: int = 0
     _num_running: int = 0
     _prefixes: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
-    _lock: threading.Condition = field(default_factory=threading.Condition)
+    _condition: threading.Condition = field(default_factory=threading.Condition)
 
     def Prefill(  # noqa: N802 - the name on the wire
         self, request: prefill_pb2.PrefillRequest, context: grpc.ServicerContext
     ) -> prefill_pb2.PrefillResponse:
         tokens = tuple(request.token_ids)
         prefixes = [(request.tenant, tokens[:end]) for end in range(1, len(tokens) + 1)]
-        with self._lock:
+        with self._condition:
             self.calls[request.tenant, request.read_cache] += 1
             self._num_running += 1
             self.max_running = max(self.max_running, self._num_running)
-            self._lock.notify_all()
+            self._condition.notify_all()
             cached_tokens = 0
             if request.read_cache:
                 while cached_tokens < len(tokens) - 1 and prefixes[cached_tokens] in self._prefixes:
                     cached_tokens += 1
             if request.write_cache:
                 self._prefixes.update(prefixes)
-            self._lock.wait_for(lambda: self.max_running >= self.num_together)
+            self._condition.wait_for(lambda: self.max_running >= self.min_concurrency)
         time.sleep(self.delay_s)
-        with self._lock:
+        with self._condition:
             self._num_running -= 1
         response = prefill_pb2.PrefillResponse(
             usage=prefill_pb2.Usage(
@@ -74,7 +74,7 @@ class FakeService(prefill_pb2_grpc.PrefillServiceServicer, cache_pb2_grpc.CacheS
             next_token_id=sum(tokens) % 256,
             timing=prefill_pb2.Timing(queue_us=1500, prefill_us=2500, total_us=4000),
         )
-        status = self.trouble(request, response)
+        status = self.inject_fault(request, response)
         if status is not None:
             context.abort(status, "on purpose")
         return response
@@ -89,7 +89,7 @@ class FakeService(prefill_pb2_grpc.PrefillServiceServicer, cache_pb2_grpc.CacheS
 
 @contextlib.contextmanager
 def serving(service: FakeService, num_threads: int = 16) -> Iterator[str]:
-    """Serve in the background. Yields the address."""
+    """Serve on background threads; yield the address."""
     with ThreadPoolExecutor(num_threads) as threads:
         server = grpc.server(threads)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(service, server)
@@ -102,17 +102,20 @@ def serving(service: FakeService, num_threads: int = 16) -> Iterator[str]:
             server.stop(grace=None).wait()
 
 
-def stalling(num_answered: int, stalled_file: Path | None, stop: threading.Event) -> Trouble:
-    """Answer some requests, and no more until `stop` is set. The file appears when the first request waits."""
+def stall_after(num_answered: int, stalled_file: Path | None, stop: threading.Event) -> FaultInjector:
+    """Return a function that lets some requests pass and blocks all later ones until `stop` is set.
+
+    The file is created when the first request blocks.
+    """
     numbers = itertools.count()
 
-    def trouble(request: prefill_pb2.PrefillRequest, response: prefill_pb2.PrefillResponse) -> None:
+    def stall(request: prefill_pb2.PrefillRequest, response: prefill_pb2.PrefillResponse) -> None:
         if next(numbers) >= num_answered:
             if stalled_file is not None:
                 stalled_file.touch()
             stop.wait()
 
-    return trouble
+    return stall
 
 
 def main() -> None:
@@ -127,7 +130,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     service = FakeService()
     if args.stall_after is not None:
-        service = FakeService(stalling(args.stall_after, args.stalled_file, stop))
+        service = FakeService(stall_after(args.stall_after, args.stalled_file, stop))
     with serving(service) as address:
         print(f"listening on {address}", flush=True)
         stop.wait()

@@ -1,4 +1,4 @@
-"""What the measurements of turns after tools conclude."""
+"""Turns after tool calls are measured and summarized."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_turns_are_compared_with_the_median_of_hits_of_the_same_length() -> None
     assert result["ttft_p50_s"] == 2.0
 
 
-def test_medians_are_those_of_the_numbers_of_all_rounds() -> None:
+def test_each_number_of_the_result_is_the_median_over_all_rounds() -> None:
     rounds = [{"a": {"hit_rate": each, "time_model": {}}} for each in (0.1, 0.5, 0.2)]
     assert medians_of(rounds) == {"a": {"hit_rate": 0.2}}
 
@@ -46,7 +46,7 @@ def test_a_control_that_evicts_is_refused() -> None:
 
 def test_turns_are_measured_without_requests_outside_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "_PAUSE_S", 0)
-    sent: list[tuple[int, dict[str, Any]]] = []
+    sent: list[tuple[int, dict[str, Any]]] = []  # the length and the options of each prompt
 
     class FakeClient:
         async def prefill(self, tokens: list[int], **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Stand-ins in torch for peers that are not installed: each gets what its documentation requires."""
+"""Peers that are not installed are imitated in torch, and check that they get what their documentation requires."""
 
 from __future__ import annotations
 
@@ -33,19 +33,21 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> AttentionInputs:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, is_visible: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over `[num_heads, num_tokens, head_dim]` in float32, and the logarithm of each softmax's sum."""
-    groups = query.shape[0] // key.shape[0]
-    scores = query.float() @ key.float().repeat_interleave(groups, 0).mT * scale
+    """Return attention over `[num_heads, num_tokens, head_dim]` in float32, and the log-sum-exp of the scores."""
+    queries_per_kv_head = query.shape[0] // key.shape[0]
+    scores = query.float() @ key.float().repeat_interleave(queries_per_kv_head, 0).mT * scale
     if is_visible is not None:
         scores = scores.masked_fill(~is_visible, float("-inf"))
-    return scores.softmax(-1) @ value.float().repeat_interleave(groups, 0), scores.logsumexp(-1)
+    return scores.softmax(-1) @ value.float().repeat_interleave(queries_per_kv_head, 0), scores.logsumexp(-1)
 
 
 def error_of(name: str, inputs: AttentionInputs) -> float:
     return worst_error(peer(name, None)(inputs)[0](), expected_answer(inputs))
 
 
-def test_cudnns_two_parts_are_joined_by_their_shares(inputs: AttentionInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_attention_over_prefix_and_suffix_by_cudnn_is_merged_by_log_sum_exp(
+    inputs: AttentionInputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def cudnn(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -67,15 +69,15 @@ def test_cudnns_two_parts_are_joined_by_their_shares(inputs: AttentionInputs, mo
 
 @pytest.mark.parametrize("prefix_tokens", [43, 0])
 def test_cudnn_gets_a_mask_of_the_visible_keys(prefix_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests only the mask, with any back end, since cuDNN is not available."""
+    """Only the mask is tested, with another back end of torch, since cuDNN is not available."""
     monkeypatch.setattr(attention_peers, "_require_gpu", lambda inputs: None)
     monkeypatch.setattr(attention_peers, "sdpa_kernel", lambda backend: contextlib.nullcontext())
     inputs = make_inputs(AttentionCase(20, prefix_tokens), HEADS, 1, torch.device("cpu"))
     assert error_of("sdpa_cudnn", inputs) < 0.02
 
 
-class PagedWrapper:
-    """Does with one request what FlashInfer documents of `BatchPrefillWithPagedKVCacheWrapper`."""
+class FakePagedWrapper:
+    """Imitates FlashInfer's `BatchPrefillWithPagedKVCacheWrapper`, as documented, for one request."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
         assert (workspace.dtype, layout, backend) == (torch.uint8, "HND", "fa2")
@@ -108,9 +110,9 @@ class PagedWrapper:
         return attend(query.transpose(0, 1), kv[0], kv[1], self.scale, visible)[0].transpose(0, 1)
 
 
-def test_flashinfer_reads_our_own_pool(inputs: AttentionInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_reads_the_pool_of_radixkv(inputs: AttentionInputs, monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType("flashinfer")
-    module.BatchPrefillWithPagedKVCacheWrapper = PagedWrapper
+    module.BatchPrefillWithPagedKVCacheWrapper = FakePagedWrapper
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     assert error_of("flashinfer_fa2", inputs) < 0.02
 

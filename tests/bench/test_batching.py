@@ -1,4 +1,4 @@
-"""Both ways of sending give the same tokens, and the numbers are those of the rounds."""
+"""All levels of concurrency give the same tokens, and the numbers are those of the rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench import batching
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
-def test_it_measures_levels_in_turn_over_grpc(tmp_path, capsys):
+def test_levels_of_concurrency_are_measured_over_grpc(tmp_path, capsys):
     file = tmp_path / "batching.json"
     arguments = ["--requests", "3", "--prompt-tokens", "5", "--new-tokens", "4", "--concurrency", "1", "3"]
     batching.main([*arguments, "--rounds", "2", "--json", str(file)])
@@ -38,7 +38,7 @@ def test_tokens_that_depend_on_other_requests_are_not_measured(monkeypatch):
         asyncio.run(batching.measure("127.0.0.1:1", messages, [1, 16], rounds=1))
 
 
-def test_prompts_share_nothing():
+def test_prompts_differ_and_do_not_use_the_cache():
     first, second = batching.build_messages(2, 64, 4, vocab_size=256, seed=0)
     assert first.prefill.token_ids != second.prefill.token_ids
     assert not first.prefill.read_cache

@@ -24,8 +24,8 @@ def bench():
     return BookkeepingBench(runner, step_tokens=64, seed=0)
 
 
-def test_it_measures_prefills_and_decode_steps(tmp_path, capsys, monkeypatch):
-    written = []
+def test_prefills_and_decode_steps_are_measured(tmp_path, capsys, monkeypatch):
+    written = []  # the number of rows and the state of each result that was written
 
     def write(path, result):
         written.append((len(result["rows"]), result["is_finished"]))
@@ -37,8 +37,8 @@ def test_it_measures_prefills_and_decode_steps(tmp_path, capsys, monkeypatch):
     bookkeeping.main([*arguments, "--step-tokens", "64", "--rounds", "1", "--json", str(file)])
     assert written == [(1, False), (2, False), (3, False), (3, True)]
     result = json.loads(file.read_text(encoding="utf-8"))
-    shape = [(row["kind"], row["requests"], row["prompt_tokens"], row["steps"]) for row in result["rows"]]
-    assert shape == [("prefill", 1, 100, 2), ("prefill", 4, 16, 1), ("decode", 2, 64, 4)]
+    cases = [(row["kind"], row["requests"], row["prompt_tokens"], row["steps"]) for row in result["rows"]]
+    assert cases == [("prefill", 1, 100, 2), ("prefill", 4, 16, 1), ("decode", 2, 64, 4)]
     for row in result["rows"]:
         assert sum(row["parts_ms"].values()) == pytest.approx(row["bookkeeping_ms"])
         assert row["share"] == pytest.approx(row["bookkeeping_ms"] / row["step_ms"])
@@ -46,11 +46,11 @@ def test_it_measures_prefills_and_decode_steps(tmp_path, capsys, monkeypatch):
     assert "prefill   1 x   100" in capsys.readouterr().out
 
 
-def test_a_call_within_a_call_counts_once(monkeypatch):
+def test_the_time_of_an_inner_call_is_not_counted_for_the_outer_one(monkeypatch):
     clock = FakeClock()
     monkeypatch.setattr(bookkeeping, "time", SimpleNamespace(perf_counter=clock))
 
-    class Clocked:
+    class Phases:
         def outer(self):
             clock.now_s += 1
             self.inner()
@@ -59,23 +59,23 @@ def test_a_call_within_a_call_counts_once(monkeypatch):
         def inner(self):
             clock.now_s += 10
 
-    clocked, stopwatch = Clocked(), PhaseStopwatch()
-    with stopwatch.watch(clocked, "outer", "outer"), stopwatch.watch(clocked, "inner", "inner"):
-        clocked.outer()
+    phases, stopwatch = Phases(), PhaseStopwatch()
+    with stopwatch.watch(phases, "outer", "outer"), stopwatch.watch(phases, "inner", "inner"):
+        phases.outer()
     assert stopwatch.num_calls == {"outer": 1, "inner": 2}
     assert stopwatch.seconds == {"inner": 20, "outer": 1}
-    clocked.inner()
+    phases.inner()  # is not watched any more
     assert stopwatch.num_calls["inner"] == 2
 
 
-def test_another_answer_than_the_models_is_not_measured(bench, monkeypatch):
+def test_logits_that_differ_from_those_of_the_model_end_the_benchmark(bench, monkeypatch):
     bench.check(100)
     monkeypatch.setattr(bookkeeping.torch, "equal", lambda *_: False)
     with pytest.raises(AssertionError, match="other logits than the model"):
         bench.check(100)
 
 
-def test_reuse_is_not_measured(bench, monkeypatch):
+def test_a_prompt_that_reuses_tokens_ends_the_benchmark(bench, monkeypatch):
     monkeypatch.setattr(bench, "_numbers", itertools.repeat(7))
     bench.finish(bench.submit(BookkeepingCase(1, 40)))
     with pytest.raises(AssertionError, match="reuses 1 tokens"):

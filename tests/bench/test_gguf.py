@@ -22,7 +22,7 @@ class FakeWorker:
         return PeerMeasurement(Done(wall_s, [first_s], [[sum(prompt)] * task.new_tokens], [0]), wall_s)
 
 
-def test_times_are_per_token_and_ratios_those_of_ours() -> None:
+def test_times_are_per_token_and_ratios_are_those_of_radixkv_to_the_peer() -> None:
     workers: Any = {"radixkv": FakeWorker(0.001, 0.02, 10**9), "llama.cpp": FakeWorker(0.002, 0.04, 5 * 10**8)}
     prefill, decode, memory = gguf.measure(workers, gguf.build_rows(200, 8), 2)
     assert prefill["ms"] == pytest.approx({"radixkv": 1, "llama.cpp": 2})

@@ -1,4 +1,4 @@
-"""A dry run: warm and cold answers are compared before they are timed; a difference fails the row."""
+"""In dry runs, warm and cold answers are compared before they are timed, and a difference fails the row."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def bench() -> PrefillBench:
     return PrefillBench(runner, 200, step_tokens=64, rates=DeviceRates(1e12, 1e9))
 
 
-def test_it_measures_all_variants_in_both_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_variants_are_measured_in_both_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prefill.json"
     assert main(["--dry-run", "--json", str(file)]) == 0
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     lengths = [(row["mode"], row["suffix_tokens"], row["prefix_tokens"]) for row in result["rows"]]
-    one_mode = [(5, 130), (64, 130), (5, 0), (64, 0)]
-    assert lengths == [(mode, *each) for mode in ("fast", "exact") for each in one_mode]
+    lengths_of_mode = [(5, 130), (64, 130), (5, 0), (64, 0)]
+    assert lengths == [(mode, *each) for mode in ("fast", "exact") for each in lengths_of_mode]
     assert result["is_finished"]
     for row in result["rows"]:
         assert row["is_right"]
@@ -51,15 +51,15 @@ def test_it_measures_all_variants_in_both_modes(tmp_path: Path, capsys: pytest.C
     assert "times are meaningless" in capsys.readouterr().out
 
 
-def measured(bench: PrefillBench, suffix_tokens: int, prefix_tokens: int, rounds: int = 1) -> dict[str, Any]:
-    """Return the complete row."""
+def measure(bench: PrefillBench, suffix_tokens: int, prefix_tokens: int, rounds: int = 1) -> dict[str, Any]:
+    """Return the row after all variants have been measured."""
     *_, row = bench.measure(suffix_tokens, prefix_tokens, rounds)
     return row
 
 
-def test_our_own_time_is_reported_before_any_other_variant(bench: PrefillBench) -> None:
-    known = [{key for key in row if key.endswith("_ms")} for row in bench.measure(9, 77, rounds=1)]
-    assert known == [
+def test_the_time_of_a_hit_is_reported_before_any_other_variant(bench: PrefillBench) -> None:
+    names_of_times = [{key for key in row if key.endswith("_ms")} for row in bench.measure(9, 77, rounds=1)]
+    assert names_of_times == [
         {"ttft_ms"},
         {"ttft_ms", "recompute_ms"},
         {"ttft_ms", "recompute_ms", "transformers_ms"},
@@ -69,50 +69,52 @@ def test_our_own_time_is_reported_before_any_other_variant(bench: PrefillBench) 
 def test_a_long_suffix_is_also_computed_in_short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_bench, "_SHORT_STEP_TOKENS", 32)
     runner = build_runner("tiny", 1, torch.float32, torch.device("cpu"), 1024, is_exact=True)
-    bench, sizes = PrefillBench(runner, 200, step_tokens=512, rates=DeviceRates(1e12, 1e9)), []
-    prepare = Runner.prepare
+    bench = PrefillBench(runner, 200, step_tokens=512, rates=DeviceRates(1e12, 1e9))
+    tokens_of_steps: list[int] = []
+    original_prepare = Runner.prepare
 
-    def watched(self: Runner, chunks: Any) -> Any:
-        sizes.append(sum(chunk.num_tokens for chunk in chunks))
-        return prepare(self, chunks)
+    def prepare(self: Runner, chunks: Any) -> Any:
+        tokens_of_steps.append(sum(chunk.num_tokens for chunk in chunks))
+        return original_prepare(self, chunks)
 
-    monkeypatch.setattr(Runner, "prepare", watched)
-    row = measured(bench, 40, 77)
+    monkeypatch.setattr(Runner, "prepare", prepare)
+    row = measure(bench, 40, 77)
     assert row["short_steps_ratio"] == pytest.approx(row["short_steps_ms"] / row["ttft_ms"])
-    assert sizes.count(32) == sizes.count(8) == 1
-    assert "short_steps_ms" not in measured(bench, 32, 77)
+    assert tokens_of_steps.count(32) == tokens_of_steps.count(8) == 1, "40 tokens in steps of at most 32"
+    assert "short_steps_ms" not in measure(bench, 32, 77)
 
 
 def test_a_variant_that_fails_has_a_reason_and_the_others_are_timed(
     bench: PrefillBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = PrefillBench.ask
+    original_ask = PrefillBench.ask
 
-    def broken(
-        self: PrefillBench, prompt: Tokens, *, reads: bool = True, wants_logits: bool = False, **rest: Any
+    def fail_recomputation(
+        self: PrefillBench, prompt: Tokens, *, reads: bool = True, wants_logits: bool = False, **options: Any
     ) -> Any:
         if not reads and not wants_logits:
             raise RuntimeError("out of memory")
-        return ask(self, prompt, reads=reads, wants_logits=wants_logits, **rest)
+        return original_ask(self, prompt, reads=reads, wants_logits=wants_logits, **options)
 
-    monkeypatch.setattr(PrefillBench, "ask", broken)
-    row = measured(bench, 9, 77)
+    monkeypatch.setattr(PrefillBench, "ask", fail_recomputation)
+    row = measure(bench, 9, 77)
     assert row["is_right"]
     assert row["recompute_reason"] == "RuntimeError: out of memory"
-    assert row["ttft_ms"] > 0 < row["transformers_ms"]
+    assert row["ttft_ms"] > 0
+    assert row["transformers_ms"] > 0
 
 
 def test_steps_are_also_timed_without_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "has_graphs", True)
     runner = build_runner("tiny", 1, torch.float32, torch.device("cpu"), 1024, is_exact=True)
     bench = PrefillBench(runner, 200, step_tokens=64, rates=DeviceRates(1e12, 1e9))
-    row = measured(bench, 9, 77, rounds=2)
+    row = measure(bench, 9, 77, rounds=2)
     assert row["launched_ratio"] == pytest.approx(row["launched_ms"] / row["ttft_ms"])
     assert bench._core_without_graphs is not None
     assert bench._core_without_graphs._runner is not runner
 
 
-def test_a_prompt_reuses_its_prefix_and_nothing_else(bench: PrefillBench) -> None:
+def test_a_prompt_reuses_only_its_prefix(bench: PrefillBench) -> None:
     bench.keep(200)
     for prefix_tokens in (200, 77, 77, 0, 0):
         result = bench.ask(bench.prompt(9, prefix_tokens))
@@ -123,67 +125,68 @@ def test_a_prompt_reuses_its_prefix_and_nothing_else(bench: PrefillBench) -> Non
 
 
 def test_a_hit_that_changes_the_answer_is_not_timed(bench: PrefillBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measured(bench, 9, 77)["is_right"]
+    assert measure(bench, 9, 77)["is_right"]
     monkeypatch.setattr(prefill_bench, "_difference", lambda *_: 1e-6)
-    row = measured(bench, 9, 77)
+    row = measure(bench, 9, 77)
     assert row == {"is_right": False, "error": 1e-6, "reason": "the cache changes the answer: off by 1e-06"}
 
 
 def test_a_failure_of_transformers_has_a_reason(bench: PrefillBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(TransformersPrefix, "_forward", broken)
-    row = measured(bench, 9, 77)
+    monkeypatch.setattr(TransformersPrefix, "_forward", fail)
+    row = measure(bench, 9, 77)
     assert row["is_right"]
     assert row["transformers_reason"] == "RuntimeError: no kernel"
     assert "transformers_ms" not in row
     assert row["recompute_ms"] > 0
 
 
-def test_transformers_runs_without_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our kernels would raise here, because nothing interprets them."""
+def test_transformers_runs_without_the_kernels_of_radixkv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of radixkv would raise, because they are interpreted only while the model is built."""
     with monkeypatch.context() as patch:
         interpret_kernels(patch)
         model = Model("tiny", build_tiny_model(ATTENTION_NAME), torch.device("cpu"), is_exact=False, is_fused=True)
     assert "forward" in vars(model.module.model.norm)
     tokens = np.arange(9, dtype="<u4")
-    written = Model("tiny", build_tiny_model(ATTENTION_NAME), model.device, is_exact=False, is_fused=False)
-    expected = TransformersPrefix(written, tokens, 9)
-    got = TransformersPrefix(model, tokens, 9)
+    unfused_model = Model("tiny", build_tiny_model(ATTENTION_NAME), model.device, is_exact=False, is_fused=False)
     logits = []
-    for each in (got, expected):
-        with each.running():
-            each.restore(9)
-            logits.append(each.logits(tokens, 9))
+    for each in (model, unfused_model):
+        prefix = TransformersPrefix(each, tokens, 9)
+        with prefix.running():
+            prefix.restore(9)
+            logits.append(prefix.logits(tokens, 9))
     np.testing.assert_array_equal(*logits)
 
 
 def test_the_cache_of_transformers_grows_with_the_prefix() -> None:
     model = Model("tiny", build_tiny_model(ATTENTION_NAME), torch.device("cpu"), is_exact=False, is_fused=False)
     tokens = np.arange(40, dtype="<u4")
-    at_once, in_parts = (TransformersPrefix(model, tokens, 16) for _ in range(2))
-    with at_once.running():
-        at_once.restore(40)
-        expected = at_once.logits(tokens[:3], 40)
+    restored_once, restored_repeatedly = (TransformersPrefix(model, tokens, 16) for _ in range(2))
+    with restored_once.running():
+        restored_once.restore(40)
+        expected = restored_once.logits(tokens[:3], 40)
         for length in (7, 40, 5, 40):
-            in_parts.restore(length)
-        np.testing.assert_allclose(in_parts.logits(tokens[:3], 40), expected, rtol=1e-3, atol=1e-5)
+            restored_repeatedly.restore(length)
+        np.testing.assert_allclose(restored_repeatedly.logits(tokens[:3], 40), expected, rtol=1e-3, atol=1e-5)
 
 
 def test_all_weights_except_the_embeddings_are_read(bench: PrefillBench) -> None:
     module = bench._model.module
-    numbers = sum(parameter.numel() for parameter in module.parameters()) - module.get_input_embeddings().weight.numel()
-    assert bench.weights_ms == pytest.approx(numbers * 4 / 1e9 * 1e3)
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    num_read = num_parameters - module.get_input_embeddings().weight.numel()
+    bytes_per_s = 1e9  # of the bench above
+    assert bench.weights_ms == pytest.approx(1000 * 4 * num_read / bytes_per_s)
 
 
 def test_a_mode_that_is_refused_fails_its_rows_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = gpu_prefill.build_runner
+    original_build_runner = gpu_prefill.build_runner
 
     def refuse(*arguments: Any, is_exact: bool) -> Any:
         if is_exact:
             raise ConfigError("not on this device")
-        return original(*arguments, is_exact=is_exact)
+        return original_build_runner(*arguments, is_exact=is_exact)
 
     monkeypatch.setattr(gpu_prefill, "build_runner", refuse)
     file = tmp_path / "prefill.json"

@@ -1,4 +1,4 @@
-"""A dry run: a wrong answer fails only its row, and a missing peer has a reason."""
+"""In dry runs, a wrong output fails only its row, and a missing peer has a reason."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ HEADS = Heads(4, 2, 32, 16)
 
 
 def dry_run(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """Return the exit status and the result of a dry run."""
     file = tmp_path / "kernels.json"
     status = main(["--dry-run", "--json", str(file), *options])
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -43,8 +44,8 @@ def test_every_kernel_is_checked_and_timed_with_its_peers(tmp_path: Path, capsys
     assert status == 0
     assert result["is_finished"]
     assert result["is_dry_run"]
-    others = ["write_kv"] * 4 + ["copy_blocks", "add_rms_norm", "swiglu"] + ["linear"] * 4
-    assert [row["kernel"] for row in result["rows"]] == others + ["paged_attention"] * 11 + ["shared_prefix"] * 3
+    other_kernels = ["write_kv"] * 4 + ["copy_blocks", "add_rms_norm", "swiglu"] + ["linear"] * 4
+    assert [row["kernel"] for row in result["rows"]] == other_kernels + ["paged_attention"] * 11 + ["shared_prefix"] * 3
     for row in result["rows"]:
         assert row["is_right"], row
         assert row["tflops"] == pytest.approx(row["matrix_share"] * result["matrix_tflops"])
@@ -52,11 +53,11 @@ def test_every_kernel_is_checked_and_timed_with_its_peers(tmp_path: Path, capsys
         for peer in row["peers"].values():
             assert (peer.get("reason") is None) == peer["is_right"]
             assert not peer["is_right"] or peer["ratio"] == pytest.approx(peer["ms"] / row["ms"])
-    kinds = [row["case"].partition("bfloat16")[2] for row in result["rows"][11:16]]
-    assert kinds == ["", ", blocks in order", ", exact", ", specialized", ", specialized, exact"]
+    variants = [row["case"].partition("bfloat16")[2] for row in result["rows"][11:16]]
+    assert variants == ["", ", blocks in order", ", exact", ", specialized", ", specialized, exact"]
     over_quantized = [row["case"].partition("after 70, ")[2] for row in result["rows"][16:22]]
-    in_attention = ["float8_e4m3fn", "int8", "int4"]
-    assert over_quantized == in_attention + [f"{name}, dequantized first, specialized" for name in in_attention]
+    formats = ["float8_e4m3fn", "int8", "int4"]
+    assert over_quantized == formats + [f"{name}, dequantized first, specialized" for name in formats]
     for row, mode in zip(result["rows"][22:], ("", ", exact", ", specialized, exact"), strict=True):
         assert row["case"] == f"3 decode after 256 shared{mode}"
         assert row["peers"]["ours, not joined"]["is_right"]
@@ -82,7 +83,7 @@ def test_a_wrong_answer_fails_its_row_and_the_run(
     assert "FAILED  wrong: off by inf, at most 0" in capsys.readouterr().out
 
 
-def test_a_norm_without_its_residual_and_a_gate_without_its_curve_are_wrong(
+def test_a_norm_without_the_residual_and_a_gate_without_its_activation_are_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.kernels, "add_rms_norm", lambda rows, _, *rest: (rows, reference.rms_norm(rows, *rest)))
@@ -95,11 +96,11 @@ def test_a_norm_without_its_residual_and_a_gate_without_its_curve_are_wrong(
 
 @pytest.mark.long
 def test_a_kernel_that_raises_fails_its_row_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("illegal memory access\nand more")
 
-    monkeypatch.setattr(bench.kernels, "write_kv", broken)
-    monkeypatch.setattr(bench.kernels, "BlockCopies", broken)
+    monkeypatch.setattr(bench.kernels, "write_kv", fail)
+    monkeypatch.setattr(bench.kernels, "BlockCopies", fail)
     status, result = dry_run(tmp_path, "--kernels", "write_kv", "copy_blocks", "paged_attention", "--peers")
     assert status == 1
     failed = [row for row in result["rows"] if not row["is_right"]]
@@ -121,11 +122,13 @@ def test_a_peer_with_a_wrong_answer_is_not_timed(tmp_path: Path, monkeypatch: py
     assert "ms" not in peer
 
 
-def test_input_sets_are_larger_than_the_cache_and_all_take_their_turn() -> None:
+def test_input_sets_are_larger_than_the_cache_and_are_used_in_turn() -> None:
     inputs = make_inputs(AttentionCase(20, 40), HEADS, cache_bytes=20_000, device=CPU)
     assert len(inputs.queries) == inputs.pool.num_layers
     assert inputs.pool.num_layers * inputs.num_bytes > 60_000
-    assert inputs.num_bytes == 2 * 20 * 4 * 32 * 2 + 60 * 2 * 2 * 32 * 2
+    query_and_output_bytes = 2 * 20 * (4 * 32) * 2  # of 20 tokens, in bfloat16
+    kv_bytes = 2 * 60 * (2 * 32) * 2  # of 60 tokens
+    assert inputs.num_bytes == query_and_output_bytes + kv_bytes
     with_more_layers = make_inputs(AttentionCase(20, 40), HEADS, cache_bytes=20_000, device=CPU, num_layers=32)
     assert with_more_layers.pool.num_layers == 32
     assert with_more_layers.num_bytes == inputs.num_bytes
@@ -135,14 +138,16 @@ def test_input_sets_are_larger_than_the_cache_and_all_take_their_turn() -> None:
     assert turns == [0, 1, 0, 1]
 
 
-def test_the_expected_answer_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_expected_output_does_not_depend_on_the_rows_that_are_computed_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     inputs = make_inputs(AttentionCase(20, 40), HEADS, cache_bytes=1, device=CPU)
     whole = reference.paged_attention(inputs.queries[0], inputs.pool, 0, inputs.batch, Scoring(inputs.scale))
     monkeypatch.setattr("bench.parts.attention_inputs._REFERENCE_ROWS", 7)
     assert worst_error(expected_answer(inputs), whole) < 0.01
 
 
-def test_the_worst_vector_counts() -> None:
+def test_the_error_is_that_of_the_worst_vector() -> None:
     right = torch.randn(50, 4, 32)
     assert worst_error(right, right) == 0
     wrong = right.clone()
@@ -155,21 +160,23 @@ def test_the_worst_vector_counts() -> None:
 def test_a_write_that_touches_another_slot_is_wrong() -> None:
     writes = TokenWrites(20, torch.int8, HEADS, cache_bytes=1, device=CPU)
 
-    def untidy(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: Any, layer: int) -> None:
+    def write_to_another_slot(
+        key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: Any, layer: int
+    ) -> None:
         reference.write_kv(key, value, slots, pool, layer)
         pool.values[0, 1] ^= 1
 
     assert writes.contestant(reference.write_kv).error() == 0
-    assert writes.contestant(untidy).error() == float("inf")
+    assert writes.contestant(write_to_another_slot).error() == float("inf")
 
 
 FAKE_EXTEND_ATTENTION = """
-from sglang.kernels.ops.attention.neighbour import NEIGHBOUR  # a file that needs nothing
+from sglang.kernels.ops.attention.neighbour import NEIGHBOUR  # a file that imports nothing
 from sglang.srt.environ import envs
 from sglang.srt.utils import is_hip
 
-def extend_attention_fwd(answers):
-    answers.append((NEIGHBOUR, is_hip()))
+def extend_attention_fwd(calls):
+    calls.append((NEIGHBOUR, is_hip()))
 """
 
 
@@ -180,6 +187,6 @@ def test_sglangs_kernel_is_loaded_from_the_wheel_alone(tmp_path: Path) -> None:
         (tmp_path / package / "__init__.py").write_text("raise ImportError('this is the engine')")
     (folder / "neighbour.py").write_text("NEIGHBOUR = 7")
     (folder / "extend_attention.py").write_text(FAKE_EXTEND_ATTENTION)
-    answers: list[tuple[int, bool]] = []
-    load_extend_attention(tmp_path)(answers)
-    assert answers == [(7, False)]
+    calls: list[tuple[int, bool]] = []
+    load_extend_attention(tmp_path)(calls)
+    assert calls == [(7, False)]

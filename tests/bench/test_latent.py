@@ -21,7 +21,9 @@ def test_both_variants_are_timed_and_reported(tmp_path: Path, capsys: pytest.Cap
         names = [f"{variant}{kind}" for variant in ("latent", "expanded") for kind in ("", "_cold")]
         assert all(row[f"{name}_{unit}"] > 0 for name in names for unit in ("ms", "processor_ms"))
     first, second = result["rows"]
-    assert first["latent_cold_ms"] == second["latent_cold_ms"], "computed once"
+    assert first["latent_cold_ms"] == second["latent_cold_ms"], (
+        "the cold variant is measured once for all numbers of new tokens"
+    )
     assert result["command"].startswith("python -m bench.latent --layers 2")
     assert len(capsys.readouterr().out.splitlines()) == 4
 
@@ -29,14 +31,14 @@ def test_both_variants_are_timed_and_reported(tmp_path: Path, capsys: pytest.Cap
 def test_a_wrong_answer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(config_of(2, 4, 16), "float32")
     variants = variants_of(model, 128)
-    wrong = variants["latent"]._replace(wrap=lambda step: Halved(step))
+    wrong = variants["latent"]._replace(wrap=lambda step: HalvedStep(step))
     monkeypatch.setattr("bench.latent.variants_of", lambda *_: {**variants, "latent": wrong})
     with pytest.raises(AssertionError, match="logits: expected the same in both variants"):
         measure(model, "float32", 100, [1], 1)
 
 
-class Halved:
-    """A step whose attention is wrong."""
+class HalvedStep:
+    """A step with half of the attention output."""
 
     def __init__(self, step: object) -> None:
         self._step = step
@@ -45,14 +47,16 @@ class Halved:
         return self._step.attend(*arguments) / 2
 
 
-class Recorder:
+class RecordingStep:
+    """Records the values, and returns the query plus the index of the layer."""
+
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.value = call.value
         return call.query + call.layer
 
 
-def test_values_are_filled_up_and_results_cut() -> None:
-    recorder, query, value = Recorder(), torch.randn(3, 2, 6), torch.randn(3, 2, 4)
-    got = ExpandedStep(recorder).attend(AttentionCall(5, query, query, value, Scoring(1.0)))
+def test_values_are_padded_to_the_size_of_keys_and_outputs_are_truncated() -> None:
+    recorder, query, value = RecordingStep(), torch.randn(3, 2, 6), torch.randn(3, 2, 4)
+    output = ExpandedStep(recorder).attend(AttentionCall(5, query, query, value, Scoring(1.0)))
     assert torch.equal(recorder.value, torch.cat((value, torch.zeros(3, 2, 2)), -1))
-    assert torch.equal(got, (query + 5)[..., :4])
+    assert torch.equal(output, (query + 5)[..., :4])

@@ -13,33 +13,34 @@ from bench.parts.peers.engines import PeerSetting
 from bench.parts.peers.environments import NotInstalled
 from bench.parts.peers.machine_limits import Machine
 from bench.parts.peers.worker_process import WorkerProcess
-from tests.bench.parts.peers.fake_processes import fake_process
+from tests.bench.parts.peers.fake_processes import make_fake_worker
 
-MODES = {"radixkv": "", "vllm": "differs", "transformers": "late", "transformers-batching": "dies"}
+WORKER_MODES = {"radixkv": "", "vllm": "differs", "transformers": "late", "transformers-batching": "dies"}
 
 
 @pytest.fixture
 def fake_engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The engines in the order in which they are called."""
+    """Replace engines by fake workers. The value is the list of the engines that were called, in order."""
     called: list[str] = []
 
     def build(name: str, setting: PeerSetting, *_: Any) -> WorkerProcess:
         if name == "openvino":
             raise NotInstalled("openvino: no network")
-        return fake_process(name, MODES[name], setting.threads)
+        return make_fake_worker(name, WORKER_MODES[name], setting.threads)
 
-    def run(self: WorkerProcess, *given: Any) -> Any:
+    original_run = WorkerProcess.run
+
+    def run(self: WorkerProcess, *arguments: Any) -> Any:
         called.append(self.name)
-        return answer(self, *given)
+        return original_run(self, *arguments)
 
-    answer = WorkerProcess.run
     monkeypatch.setattr(peers, "build_worker", build)
     monkeypatch.setattr(peers, "measure_machine", lambda dtype, threads: Machine(1e10, threads * 1e11, 4))
     monkeypatch.setattr(WorkerProcess, "run", run)
     return called
 
 
-def test_a_complete_run(
+def test_working_engines_are_compared_and_others_are_reported(
     fake_engines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, plot = tmp_path / "peers.json", tmp_path / "peers.svg"
@@ -79,20 +80,20 @@ def test_starts_are_measured_while_no_other_engine_runs(
 ) -> None:
     running: list[str] = []
     started: list[str] = []
-    enter, stop = WorkerProcess.__enter__, WorkerProcess.stop
+    original_enter, original_stop = WorkerProcess.__enter__, WorkerProcess.stop
 
-    def noted(self: WorkerProcess) -> WorkerProcess:
+    def enter(self: WorkerProcess) -> WorkerProcess:
         assert not running
         running.append(self.name)
         started.append(self.name)
-        return enter(self)
+        return original_enter(self)
 
-    def ended(self: WorkerProcess) -> None:
+    def stop(self: WorkerProcess) -> None:
         running.remove(self.name)
-        stop(self)
+        original_stop(self)
 
-    monkeypatch.setattr(WorkerProcess, "__enter__", noted)
-    monkeypatch.setattr(WorkerProcess, "stop", ended)
+    monkeypatch.setattr(WorkerProcess, "__enter__", enter)
+    monkeypatch.setattr(WorkerProcess, "stop", stop)
     file = tmp_path / "peers.json"
     arguments = ["--quick", "--rows", "start", "--dtypes", "float32", "--threads", "1", "--cache", str(tmp_path)]
     assert peers.main([*arguments, "--engines", "radixkv", "openvino", "vllm", "--json", str(file)]) == 0
@@ -109,14 +110,14 @@ def test_starts_are_measured_while_no_other_engine_runs(
 def test_an_interrupted_run_reports_its_results_so_far(
     fake_engines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = peers.PeerComparison.measure
+    original_measure = peers.PeerComparison.measure
 
-    def interrupted(self: peers.PeerComparison, setting: PeerSetting, rows: Any) -> None:
+    def measure(self: peers.PeerComparison, setting: PeerSetting, rows: Any) -> None:
         if setting.model == "tiny":
             raise KeyboardInterrupt
-        measure(self, setting, rows)
+        original_measure(self, setting, rows)
 
-    monkeypatch.setattr(peers.PeerComparison, "measure", interrupted)
+    monkeypatch.setattr(peers.PeerComparison, "measure", measure)
     file = tmp_path / "peers.json"
     arguments = ["--quick", "--rows", "warm", "demo-4", "--dtypes", "float32", "--threads", "1", "--engines", "radixkv"]
     assert peers.main([*arguments, "--cache", str(tmp_path), "--json", str(file)]) == 0

@@ -12,7 +12,9 @@ from radixkv.model.on_cpu import native_library
 from tests.processor import skip_without_kernels_for
 
 
-def test_every_library_is_timed_and_ours_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_library_is_timed_and_the_native_one_is_compared_with_the_best_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "products.json"
     main(["--shapes", "24x40,40x24", "--rows", "1,9", "--dtypes", "float32", "--rounds", "2", "--json", str(file)])
     result = json.loads(file.read_text())
@@ -22,8 +24,9 @@ def test_every_library_is_timed_and_ours_compared(tmp_path: Path, capsys: pytest
         assert row["us"].keys() == {*gemm_backends(torch.empty(24, 40)), *row["format_ratios"]}
         assert all(each > 0 for each in row["us"].values())
         libraries = {name: each for name, each in row["us"].items() if name not in row["format_ratios"]}
-        others = [each for name, each in libraries.items() if name != "native"]
-        assert row["ratio"] == (row["us"]["native"] / min(others) if "native" in row["us"] else None)
+        others_us = [us for name, us in libraries.items() if name != "native"]
+        expected_ratio = row["us"]["native"] / min(others_us) if "native" in row["us"] else None
+        assert row["ratio"] == expected_ratio
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
@@ -37,6 +40,8 @@ def test_quantized_formats_are_timed_next_to_the_libraries() -> None:
 
 def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = GEMM_BACKENDS["plain"]
-    monkeypatch.setitem(GEMM_BACKENDS, "plain", plain._replace(multiply=lambda *call: 1.01 * plain.multiply(*call)))
+    monkeypatch.setitem(
+        GEMM_BACKENDS, "plain", plain._replace(multiply=lambda *arguments: 1.01 * plain.multiply(*arguments))
+    )
     with pytest.raises(AssertionError, match="plain: the result differs"):
         measure(torch.ones(3, 5), [2], 1)

@@ -24,7 +24,7 @@ from bench.parts.options import parse_options
 from bench.parts.workloads import WorkItem
 from bench.replay import choose_baseline, main
 from radixkv.v1 import prefill_pb2
-from tests.bench.fake_service import FakeService, Trouble, serving
+from tests.bench.fake_service import FakeService, FaultInjector, serving
 from tests.cache.walk.reusable_tokens import count_reusable_tokens
 from tests.patience import PATIENCE_S, wait_until
 
@@ -46,6 +46,7 @@ FIELDS = PASS_FIELDS | {"workload", "without_cache", "speedup", "model", "device
 
 
 def run(file: Path, service: FakeService, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Return the exit status and the report of a replay."""
     with serving(service) as address:
         status = main([*arguments, "--address", address, "--json", str(file)])
     return status, json.loads(file.read_text())
@@ -56,17 +57,18 @@ def json_file(tmp_path: Path) -> Path:
     return tmp_path / "replay.json"
 
 
-def failing(num_tokens: int, status: grpc.StatusCode, *, with_cache: bool) -> Trouble:
-    """Fail requests whose first token is even, of one pass."""
+def fail_even_prompts(num_tokens: int, status: grpc.StatusCode, *, with_cache: bool) -> FaultInjector:
+    """Return a function that fails the prompts of one pass whose sum of tokens is even."""
 
-    def trouble(request: prefill_pb2.PrefillRequest, response: object) -> grpc.StatusCode | None:
-        is_hit = len(request.token_ids) == num_tokens and sum(request.token_ids) % 2 == 0
-        return status if is_hit and request.tenant != "warmup" and request.read_cache == with_cache else None
+    def fail(request: prefill_pb2.PrefillRequest, response: object) -> grpc.StatusCode | None:
+        is_of_pass = request.tenant != "warmup" and request.read_cache == with_cache
+        is_even = len(request.token_ids) == num_tokens and sum(request.token_ids) % 2 == 0
+        return status if is_of_pass and is_even else None
 
-    return trouble
+    return fail
 
 
-def test_the_report_has_the_promised_fields(json_file: Path) -> None:
+def test_the_report_has_the_documented_fields(json_file: Path) -> None:
     status, report = run(json_file, FakeService(), *SMALL)
     assert status == 0
     assert report.keys() >= FIELDS
@@ -78,7 +80,7 @@ def test_the_report_has_the_promised_fields(json_file: Path) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_the_hit_rate_is_the_independent_count(json_file: Path, groups: int) -> None:
+def test_the_hit_rate_equals_an_independent_count(json_file: Path, groups: int) -> None:
     arguments = [*SMALL, "--groups", str(groups), "--concurrency", "1"]
     report = run(json_file, FakeService(), *arguments)[1]
     prompts = [item.token_ids.tolist() for item in parse_options(arguments).build_items()]
@@ -96,24 +98,25 @@ def test_a_second_run_on_the_same_server_starts_cold_again(json_file: Path) -> N
     assert first["tenant"] != second["tenant"]
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_trace_is_replayed(json_file: Path, tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+@pytest.mark.parametrize("encode", [bytes, gzip.compress], ids=["plain", "gzip"])
+def test_a_trace_is_replayed(json_file: Path, tmp_path: Path, encode: Callable[[bytes], bytes]) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = [
         {"timestamp": 100 * i, "input_length": 1024 + i, "output_length": 1, "hash_ids": [0, i % 2 + 1, 9 + i]}
         for i in range(1, 7)
     ]
-    trace.write_bytes(pack("\n".join(map(json.dumps, lines)).encode()))
+    trace.write_bytes(encode("\n".join(map(json.dumps, lines)).encode()))
     arguments = ["--workload", "mooncake", "--trace", str(trace), "--limit", "5", "--scale", "0.02"]
     status, report = run(json_file, FakeService(), *arguments, "--pace", "trace", "--speedup", "10")
-    assert (status, report["requests"], report["prompt_tokens"]) == (0, 5, 5 * 21)
+    assert (status, report["requests"], report["prompt_tokens"]) == (0, 5, 5 * 21)  # two blocks of 10 tokens, and one
+    # Four requests reuse block 0. Three of these may reuse their second block as well, and each a token by chance.
     assert 10 * 3 + 10 <= report["cached_tokens"] <= 3 * 20 + 10 + 5
     assert report["concurrency"] is None
     assert report["traffic_text"] == "open loop, arrivals of the trace at 10x speed"
     assert report["wall_s"] >= 0.04
 
 
-def test_a_sample_is_stated(json_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_states_that_the_baseline_is_a_sample(json_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run(json_file, FakeService(), *SMALL, "--baseline-requests", "5")[1]
     assert (report["requests"], report["without_cache"]["requests"]) == (12, 5)
     assert report["baseline_sample"]["requests"] == 5
@@ -130,7 +133,7 @@ def test_a_sample_is_stated(json_file: Path, capsys: pytest.CaptureFixture[str])
 def test_errors_are_counted_shown_and_make_the_run_fail(
     json_file: Path, capsys: pytest.CaptureFixture[str], with_cache: bool
 ) -> None:
-    service = FakeService(failing(54, grpc.StatusCode.RESOURCE_EXHAUSTED, with_cache=with_cache))
+    service = FakeService(fail_even_prompts(54, grpc.StatusCode.RESOURCE_EXHAUSTED, with_cache=with_cache))
     status, report = run(json_file, service, *SMALL)
     summary = report if with_cache else report["without_cache"]
     assert status == 1
@@ -141,10 +144,10 @@ def test_errors_are_counted_shown_and_make_the_run_fail(
 
 
 def test_an_answer_that_a_hit_changed_makes_the_run_fail(json_file: Path) -> None:
-    def trouble(request: prefill_pb2.PrefillRequest, response: prefill_pb2.PrefillResponse) -> None:
+    def change_answers_of_hits(request: prefill_pb2.PrefillRequest, response: prefill_pb2.PrefillResponse) -> None:
         response.next_token_id = 300 if response.usage.cached_tokens > 0 else 301
 
-    status, report = run(json_file, FakeService(trouble), *SMALL, "--concurrency", "1")
+    status, report = run(json_file, FakeService(change_answers_of_hits), *SMALL, "--concurrency", "1")
     assert (status, report["errors"], report["answers"]) == (1, 0, {"compared": 12, "different": 11, "required": 12})
 
 
@@ -179,12 +182,12 @@ def test_a_service_too_slow_to_compare_gives_no_ratio(
 ) -> None:
     is_over = threading.Event()
 
-    def trouble(request: prefill_pb2.PrefillRequest, response: object) -> None:
+    def stall_baseline(request: prefill_pb2.PrefillRequest, response: object) -> None:
         if request.tenant != "warmup" and not request.read_cache and request.token_ids[0] != 0:
             is_over.wait(PATIENCE_S)
 
     picture = tmp_path / "ttft.png"
-    with serving(FakeService(trouble)) as address:
+    with serving(FakeService(stall_baseline)) as address:
         arguments = [*SMALL, "--requests", "20", "--address", address, "--baseline-seconds", "0.2"]
         status = main([*arguments, "--json", str(json_file), "--plot", str(picture)])
         is_over.set()
@@ -196,16 +199,16 @@ def test_a_service_too_slow_to_compare_gives_no_ratio(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_ends_within_its_limit_whatever_the_service_does(
+def test_a_run_ends_within_its_time_limit_although_requests_are_never_answered(
     json_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     is_over = threading.Event()
 
-    def trouble(request: prefill_pb2.PrefillRequest, response: object) -> None:
+    def stall_misses(request: prefill_pb2.PrefillRequest, response: object) -> None:
         if request.tenant != "warmup" and not response.usage.cached_tokens:  # type: ignore[attr-defined]
             is_over.wait(PATIENCE_S)
 
-    with serving(FakeService(trouble)) as address:
+    with serving(FakeService(stall_misses)) as address:
         assert main([*SMALL, "--address", address, "--time-limit-s", "2", "--json", str(json_file)]) in (0, 2)
         is_over.set()
     captured = capsys.readouterr()
@@ -226,13 +229,13 @@ def test_a_server_that_fails_to_start_is_reported(
     assert re.search(r"expected `listening on HOST:PORT`, got its end.*\nno such model", capsys.readouterr().err)
 
 
-def test_a_server_is_started_measured_drawn_and_stopped(
+def test_a_server_is_started_and_measured_and_its_times_are_plotted(
     monkeypatch: pytest.MonkeyPatch, json_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands: list[tuple[object, ...]] = []
 
-    def serve_command(*given: object) -> list[str]:
-        commands.append(given)
+    def serve_command(*arguments: object) -> list[str]:
+        commands.append(arguments)
         return [sys.executable, "-m", "tests.bench.fake_service"]
 
     monkeypatch.setattr(bench.replay, "serve_command", serve_command)
@@ -248,15 +251,16 @@ def test_a_server_is_started_measured_drawn_and_stopped(
     assert capsys.readouterr().err == ""
 
 
-INTERRUPTED = """
+# Replays against a fake service that stalls after a number of requests.
+INTERRUPTED_REPLAY = """
 import sys, bench.replay
 pid_file, stalled_file, num_answered = sys.argv[1:4]
-fake = [sys.executable, "-m", "tests.bench.fake_service", "--pid-file", pid_file]
-fake += ["--stall-after", num_answered, "--stalled-file", stalled_file]
-bench.replay.serve_command = lambda *_: fake
+command = [sys.executable, "-m", "tests.bench.fake_service", "--pid-file", pid_file]
+command += ["--stall-after", num_answered, "--stalled-file", stalled_file]
+bench.replay.serve_command = lambda *_: command
 sys.exit(bench.replay.main(sys.argv[4:]))
 """
-NUM_WARM_UPS = 3 + 4
+NUM_WARM_UPS = 3 + 4  # requests before the passes are measured
 
 
 @pytest.mark.sampled(one_in=3)
@@ -264,25 +268,25 @@ NUM_WARM_UPS = 3 + 4
     ("signal_number", "status", "num_cached", "num_uncached"),
     [(signal.SIGINT, 130, 20, 0), (signal.SIGINT, 130, 50, 5), (signal.SIGTERM, 143, 50, 20)],
 )
-def test_a_signal_ends_a_pass_and_reports_what_was_measured(
+def test_a_signal_ends_a_pass_and_the_results_so_far_are_reported(
     signal_number: int, status: int, num_cached: int, num_uncached: int, tmp_path: Path
 ) -> None:
     pid_file, stalled_file = tmp_path / "pid", tmp_path / "stalled"
     json_file, picture = tmp_path / "replay.json", tmp_path / "ttft.png"
     num_answered = NUM_WARM_UPS + num_cached + num_uncached
-    command = [sys.executable, "-c", INTERRUPTED, str(pid_file), str(stalled_file), str(num_answered), *SMALL]
+    command = [sys.executable, "-c", INTERRUPTED_REPLAY, str(pid_file), str(stalled_file), str(num_answered), *SMALL]
     command += ["--requests", "50", "--json", str(json_file), "--plot", str(picture)]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as replaying:
-        wait_until(lambda: stalled_file.exists() or replaying.poll() is not None)
-        replaying.send_signal(signal_number)
-        out, err = replaying.communicate(timeout=PATIENCE_S)
-    assert replaying.returncode == status, err
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as replay:
+        wait_until(lambda: stalled_file.exists() or replay.poll() is not None)
+        replay.send_signal(signal_number)
+        out, err = replay.communicate(timeout=PATIENCE_S)
+    assert replay.returncode == status, err
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
     report = json.loads(json_file.read_text())
     name = signal.Signals(signal_number).name
     assert (report["partial"], report["interrupted_by"]) == (True, name)
-    # Answers may still be on their way when the first request stalls.
+    # When a request stalls, the responses to four earlier ones may not have been received yet.
     assert num_cached - 4 <= report["requests"] <= num_cached
     assert report["requests_planned"] == 50
     text = f"PARTIAL RESULT ({name}): {report['requests']} of 50 requests with the cache"
@@ -301,8 +305,11 @@ def test_requests_take_turns_with_adapters_and_tenants() -> None:
     by_namespace: dict[tuple[str, str], list[WorkItem]] = {}
     for item in items:
         by_namespace.setdefault((item.adapter, item.tenant), []).append(item)
-    each = [sum(count_reusable_tokens([item.token_ids for item in some])) for some in by_namespace.values()]
-    assert reusable_tokens.count_reusable_tokens(items) == sum(each) > 0
+    reusable_by_namespace = [
+        sum(count_reusable_tokens([item.token_ids for item in items_of_namespace]))
+        for items_of_namespace in by_namespace.values()
+    ]
+    assert reusable_tokens.count_reusable_tokens(items) == sum(reusable_by_namespace) > 0
 
 
 def test_public_prefixes_count_as_reusable_for_every_tenant() -> None:

@@ -14,7 +14,7 @@ from radixkv.v1 import prefill_pb2
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
-def test_it_measures_both_servers_in_turn(tmp_path, capsys):
+def test_both_servers_are_measured_in_turn(tmp_path, capsys):
     file = tmp_path / "rpc.json"
     arguments = ["--tokens", "128", "--concurrency", "2", "--rounds", "1", "--seconds", "0.05"]
     rpc.main([*arguments, "--json", str(file)])
@@ -35,18 +35,19 @@ def test_it_measures_both_servers_in_turn(tmp_path, capsys):
 def test_misses_differ_from_the_first_block_on():
     requests = rpc.Requests(200, seed=0)
     prompts = [prefill_pb2.PrefillRequest.FromString(make()) for make in (requests.hit, *[requests.miss] * 50)]
-    beginnings = {tuple(prompt.token_ids[: rpc._COUNTER_TOKENS]) for prompt in prompts}
-    assert len(beginnings) == len(prompts)
+    first_blocks = {tuple(prompt.token_ids[: rpc._COUNTER_TOKENS]) for prompt in prompts}
+    assert len(first_blocks) == len(prompts)
     assert {len(prompt.token_ids) for prompt in prompts} == {200}
     assert requests.hit() == requests.hit()
 
 
-def answering(cached_tokens: int, next_token_id: int = NEXT_TOKEN_ID, more: str = "") -> rpc.Endpoint:
+def endpoint_with(cached_tokens: int, next_token_id: int = NEXT_TOKEN_ID, padding: str = "") -> rpc.Endpoint:
+    """Return an endpoint whose responses all have these values."""
     usage = prefill_pb2.Usage(prompt_tokens=128, cached_tokens=cached_tokens, computed_tokens=128 - cached_tokens)
-    answer = prefill_pb2.PrefillResponse(usage=usage, next_token_id=next_token_id, request_id=more)
+    response = prefill_pb2.PrefillResponse(usage=usage, next_token_id=next_token_id, request_id=padding)
 
     async def call(request: bytes, /, *, timeout: float) -> bytes:
-        return answer.SerializeToString()
+        return response.SerializeToString()
 
     return rpc.Endpoint(call, process=None)
 
@@ -54,10 +55,10 @@ def answering(cached_tokens: int, next_token_id: int = NEXT_TOKEN_ID, more: str 
 @pytest.mark.parametrize(
     ("service", "echo", "message"),
     [
-        (answering(127, next_token_id=1), answering(127), "next token"),
-        (answering(64), answering(64), "a hit reuses 64"),
-        (answering(127), answering(127), "a miss reuses 127"),
-        (answering(127), answering(127, more="x" * 100), "answers of"),
+        (endpoint_with(127, next_token_id=1), endpoint_with(127), "next token"),
+        (endpoint_with(64), endpoint_with(64), "a hit reuses 64"),
+        (endpoint_with(127), endpoint_with(127), "a miss reuses 127"),
+        (endpoint_with(127), endpoint_with(127, padding="x" * 100), "answers of"),
     ],
 )
 def test_wrong_answers_are_not_timed(service, echo, message):

@@ -12,13 +12,13 @@ from bench.shared_prefix import SharedPrefixCase, measure
 
 
 @pytest.fixture(autouse=True)
-def _keep_threads():
-    before = torch.get_num_threads()
+def _restore_num_threads():
+    num_threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads)
 
 
-def test_it_measures_all_three_ways(tmp_path, capsys):
+def test_shared_separate_and_fused_attention_are_measured(tmp_path, capsys):
     file = tmp_path / "shared.json"
     options = "--requests 1 3 --prefixes 128 --own 70 --new 1 --heads 6 2 32 --dtypes float32 --rounds 2"
     shared_prefix.main([*options.split(), "--json", str(file)])
@@ -28,7 +28,7 @@ def test_it_measures_all_three_ways(tmp_path, capsys):
     assert "shared / apart" in capsys.readouterr().out
 
 
-def test_other_bits_end_it(monkeypatch):
+def test_different_bits_end_the_benchmark(monkeypatch):
     case = SharedPrefixCase(2, 128, 70, 1, (6, 2, 32), torch.float32)
     attend = case.attend
     monkeypatch.setattr(case, "attend", lambda *, is_shared: attend(is_shared=is_shared) + is_shared * 1e-7)
@@ -36,7 +36,7 @@ def test_other_bits_end_it(monkeypatch):
         measure(case, rounds=1)
 
 
-def test_wrong_answers_end_it(monkeypatch):
+def test_a_wrong_output_ends_the_benchmark(monkeypatch):
     case = SharedPrefixCase(2, 128, 70, 5, (6, 2, 32), torch.float32)
     fused = case.attend_contiguous()
     assert torch.allclose(case.attend(is_shared=True), fused, atol=1e-5)

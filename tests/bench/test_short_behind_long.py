@@ -18,17 +18,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return clock
 
 
-class Client:
-    """Answers probes at the ends of steps of these lengths, and prefills after a second."""
+class FakeClient:
+    """Answers each probe at the end of the next step, and a prefill after a second, in virtual time."""
 
     def __init__(self, clock: FakeClock, steps_s: list[float]) -> None:
         self.clock = clock
         self.steps_s = steps_s
-        self.has_ended = asyncio.Event()
+        self.is_last_step_over = asyncio.Event()
 
     async def probe(self, ids: list[int]) -> None:
         if not self.steps_s:
-            self.has_ended.set()
+            self.is_last_step_over.set()
             await asyncio.Event().wait()
         self.clock.now_s += self.steps_s.pop(0)
 
@@ -40,17 +40,17 @@ class Client:
 @pytest.mark.parametrize(
     ("start_s", "end_s", "two_steps_s"),
     [(0.5, 0.9, 3), (1.5, 2.5, 6), (3.5, 4, 5), (7.2, 7.5, 1), (0.5, 7.5, 6)],
-    ids=["first", "second", "third", "last has none after it", "all"],
+    ids=["during step 1", "during steps 2 and 3", "during step 3", "during the last step", "during all steps"],
 )
 def test_the_longest_two_successive_steps_count(
     clock: FakeClock, start_s: float, end_s: float, two_steps_s: float
 ) -> None:
-    """Steps end at 1, 3, 7 and 8 seconds."""
+    """The steps end at 1, 3, 7 and 8 seconds."""
 
     async def watch() -> float:
-        client = Client(clock, [1, 2, 4, 1])
+        client = FakeClient(clock, [1, 2, 4, 1])
         steps = StepWatch(client)
-        await client.has_ended.wait()
+        await client.is_last_step_over.wait()
         steps.stop()
         return steps.two_steps_s(start_s, end_s)
 
@@ -66,6 +66,6 @@ def test_a_prompt_is_timed_from_call_to_answer(clock: FakeClock) -> None:
     clock.now_s = 5
 
     async def call() -> tuple[float, float]:
-        return await ask(Client(clock, []), [1, 2, 3])
+        return await ask(FakeClient(clock, []), [1, 2, 3])
 
     assert asyncio.run(call()) == (5, 1)

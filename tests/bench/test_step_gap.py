@@ -12,10 +12,10 @@ from bench.step_gap import IdleRunner, decoding_core
 from tests.fakes import FakeClock
 
 
-def test_it_measures_both_ways_in_one_run(tmp_path, capsys):
+def test_steps_that_are_started_ahead_and_steps_that_are_not_are_measured(tmp_path, capsys):
     file = tmp_path / "gap.json"
-    numbers = "--requests 1 3 --prompts 70 --waiting 0 2 --steps 5 --rounds 2"
-    step_gap.main([*numbers.split(), "--json", str(file)])
+    options = "--requests 1 3 --prompts 70 --waiting 0 2 --steps 5 --rounds 2"
+    step_gap.main([*options.split(), "--json", str(file)])
     result = json.loads(file.read_text(encoding="utf-8"))
     cases = [(row["requests"], row["prompt_tokens"], row["waiting"]) for row in result["rows"]]
     assert cases == [(1, 70, 0), (1, 70, 2), (3, 70, 0), (3, 70, 2)]
@@ -47,4 +47,4 @@ def test_reporting_tokens_is_in_the_gap_only_if_no_step_is_started_ahead(is_ahea
     if is_ahead:
         assert runner.gaps_s == [0, 0, 0, 0]
     else:
-        assert runner.gaps_s == [2, 2, 2, 2], "two requests get their token"
+        assert runner.gaps_s == [2, 2, 2, 2], "the clock advances by a second for the token of each of two requests"

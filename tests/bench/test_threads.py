@@ -12,7 +12,9 @@ from bench.threads import ThreadSetting, table
 
 
 @pytest.mark.long
-def test_it_measures_each_row_quiet_and_busy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_row_is_measured_on_a_quiet_and_on_a_busy_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "threads.json"
     options = ["--models", "tiny", "--threads", "1", "--rounds", "1", "--new-tokens", "4", "--busy", "1"]
     assert threads.main([*options, "--json", str(file)]) == 0

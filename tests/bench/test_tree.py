@@ -23,6 +23,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 def measure(tmp_path: Path, *options: str) -> dict[str, Any]:
+    """Return the report of a run over the trace above."""
     trace, report_file = tmp_path / "trace.jsonl.gz", tmp_path / "tree.json"
     trace.write_bytes(gzip.compress("".join(json.dumps(request) + "\n" for request in REQUESTS).encode()))
     assert main(["--trace", str(trace), "--json", str(report_file), *options]) == 0
@@ -30,7 +31,7 @@ def measure(tmp_path: Path, *options: str) -> dict[str, Any]:
     return report
 
 
-def test_it_measures_every_operation_and_states_the_ratios(tmp_path: Path) -> None:
+def test_every_operation_is_measured_and_the_ratios_are_reported(tmp_path: Path) -> None:
     report = measure(tmp_path, "--leaves", "1000", "2000")
     assert report["prompt_tokens"] == sum(request["input_length"] for request in REQUESTS)
     assert set(report["replay_us"]) == {"insert", "memcmp", "match"}
@@ -48,15 +49,15 @@ def test_it_measures_every_operation_and_states_the_ratios(tmp_path: Path) -> No
     assert "evict at 2,000 / 1,000 leaves" in report["ratios"]
 
 
-def num_calls_of_a_hit(prefix_tokens: int) -> int:
-    """Count the calls that match, lease, commit and release take: 64 new tokens after a cached prefix."""
+def count_calls_of_a_hit(prefix_tokens: int) -> int:
+    """Return how many function calls a request of 64 new tokens after a cached prefix takes in the cache."""
     prefix = np.arange(prefix_tokens, dtype="<u4").tobytes()
     cache = PrefixCache(prefix_tokens // 64 + 8, 64)
     with cache.lease(NAMESPACE, prefix) as lease:
         lease.commit(prefix_tokens)
     prompts = [prefix + np.full(64, first, dtype="<u4").tobytes() for first in range(3)]
-    for prompt in prompts[:2]:  # the first one splits what the others find
-        request_over(cache, prompt)
+    for prompt in prompts[:2]:  # the first one splits the node of the prefix
+        process(cache, prompt)
     num_calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -65,51 +66,50 @@ def num_calls_of_a_hit(prefix_tokens: int) -> int:
 
     sys.setprofile(count)
     try:
-        request_over(cache, prompts[2])
+        process(cache, prompts[2])
     finally:
         sys.setprofile(None)
     return num_calls
 
 
-def request_over(cache: PrefixCache, prompt: bytes) -> None:
+def process(cache: PrefixCache, prompt: bytes) -> None:
+    """Match, lease, commit and release a prompt, like a request."""
     cache.match(NAMESPACE, prompt)
     with cache.lease(NAMESPACE, prompt) as lease:
         lease.commit(lease.num_tokens)
 
 
-def test_a_request_over_cached_tokens_does_no_work_for_each_of_them() -> None:
-    assert num_calls_of_a_hit(8_192) == num_calls_of_a_hit(131_072) < 300
+def test_the_work_of_a_request_does_not_grow_with_its_cached_tokens() -> None:
+    assert count_calls_of_a_hit(8_192) == count_calls_of_a_hit(131_072) < 300
 
 
-class ListOfPrompts:
-    """Stands in for a peer's tree."""
+class FakePeerTree:
+    """Imitates the tree of a peer with a list of prompts."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.values: list[tuple[tuple[int, ...], torch.Tensor]] = []
+        self.prompts: list[tuple[tuple[int, ...], torch.Tensor]] = []
 
     def key(self, tokens: bytes) -> tuple[int, ...]:
         return tuple(np.frombuffer(tokens, dtype="<u4").tolist())
 
     def insert(self, key: tuple[int, ...], indices: torch.Tensor) -> None:
         assert len(key) == indices.numel()
-        self.values.append((key, indices))
+        self.prompts.append((key, indices))
 
     def match(self, key: tuple[int, ...]) -> torch.Tensor:
-        known = next(indices for other, indices in self.values if other == key)
-        return known[: len(key) // self.block_size * self.block_size]
+        indices = next(indices for other, indices in self.prompts if other == key)
+        return indices[: len(key) // self.block_size * self.block_size]
 
     match_with_indices = match
 
     def evict(self, num_tokens: int) -> int:
-        self.values.pop()
+        self.prompts.pop()
         return num_tokens
 
 
 def test_peers_are_measured_on_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        bench.tree, "_sglang_trees", lambda _: dict.fromkeys(("sglang", "sglang_python"), ListOfPrompts)
-    )
+    monkeypatch.setattr(bench.tree, "_sglang_trees", lambda _: dict.fromkeys(("sglang", "sglang_python"), FakePeerTree))
     report = measure(tmp_path, "--leaves", "1000", "--sglang", str(tmp_path))
     replay = report["replay_us"]
     for peer in ("sglang", "sglang_python"):
@@ -126,7 +126,7 @@ from typing import Any
 import torch
 
 from sglang.srt.mem_cache.allocator import Allocator  # the engine, which must not be imported
-from sglang.srt.mem_cache.neighbour import NEIGHBOUR  # a file that needs nothing
+from sglang.srt.mem_cache.neighbour import NEIGHBOUR  # a file that imports nothing
 
 RadixKey = list
 

@@ -1,3 +1,5 @@
+"""Texts are read with compressed K/V, and the predictions are compared with those of the full K/V."""
+
 from __future__ import annotations
 
 import pytest
@@ -11,24 +13,26 @@ from radixkv.api.compression import Compression, CompressionPolicy
 pytestmark = pytest.mark.long
 
 STREAMING_LLM, H2O, SNAPKV = CompressionPolicy
-PROMPT, NEW = 40, 24
+PROMPT_TOKENS, NEW_TOKENS = 40, 24
 
 
 @pytest.fixture(scope="module")
 def texts() -> list[torch.Tensor]:
-    return held_out_texts("tiny", 2, PROMPT + NEW)
+    return held_out_texts("tiny", 2, PROMPT_TOKENS + NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")
 def reader(texts: list[torch.Tensor]) -> TextReader:
-    return TextReader(load("tiny"), texts, PROMPT)
+    return TextReader(load("tiny"), texts, PROMPT_TOKENS)
 
 
 def test_without_compression_predictions_are_those_of_the_model(reader: TextReader, texts: list[torch.Tensor]) -> None:
     read = reader.read(None)
     for logits, ids in zip(read.logits, texts, strict=True):
-        assert torch.equal(logits, PoolText(load("tiny"), "auto", PROMPT + NEW).append(ids)[PROMPT:])
-    assert read.blocks == (PROMPT + NEW) / BLOCK_SIZE
+        assert torch.equal(
+            logits, PoolText(load("tiny"), "auto", PROMPT_TOKENS + NEW_TOKENS).append(ids)[PROMPT_TOKENS:]
+        )
+    assert read.blocks == (PROMPT_TOKENS + NEW_TOKENS) / BLOCK_SIZE
 
 
 @pytest.mark.sampled(one_in=3)
@@ -37,7 +41,7 @@ def test_a_smaller_budget_takes_fewer_blocks_and_changes_predictions(
     reader: TextReader, policy: CompressionPolicy
 ) -> None:
     whole = reader.read(None)
-    large, small = (reader.read(Compression(policy, budget)) for budget in (PROMPT + NEW, 16))
+    large, small = (reader.read(Compression(policy, budget)) for budget in (PROMPT_TOKENS + NEW_TOKENS, 16))
     assert torch.equal(large.logits, whole.logits)
     assert small.blocks < whole.blocks
     assert not torch.equal(small.logits, whole.logits)

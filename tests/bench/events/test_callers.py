@@ -16,7 +16,7 @@ REFUSED = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Meta
 
 
 class Call:
-    """Accepts or refuses. A caller that reads gets two batches and then DATA_LOSS."""
+    """A call of `Subscribe` that the service accepts or refuses. It yields two batches and then ends with an error."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -39,6 +39,8 @@ class Call:
 
 
 class Service:
+    """A stub of the event service that accepts all calls or none, and counts calls, stalled streams and batches."""
+
     def __init__(self, accepts: bool) -> None:
         self.accepts = accepts
         self.num_calls = self.num_stalled = self.num_read = 0
@@ -50,7 +52,7 @@ class Service:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callers, "RETRY_S", 0)
     monkeypatch.setattr(callers, "READ_PERIOD_S", 0)
 
@@ -64,7 +66,9 @@ def test_refused_callers_retry() -> None:
         while service.num_calls < 9:
             await asyncio.sleep(0)
         await subscribers.stop()
-        assert (subscribers.num_accepted, subscribers.num_refused) == (0, 3), "counted once"
+        assert (subscribers.num_accepted, subscribers.num_refused) == (0, 3), (
+            "a refused caller that retries is counted once"
+        )
 
     asyncio.run(test())
 
@@ -78,7 +82,7 @@ def test_every_other_client_reads_and_resubscribes_after_falling_behind() -> Non
         while service.num_read < 8:
             await asyncio.sleep(0)
         await subscribers.stop()
-        assert service.num_stalled == 2
-        assert service.num_calls >= 6
+        assert service.num_stalled == 2, "the other two of four clients do not read"
+        assert service.num_calls >= 6, "four first calls, and another of each reader after its error"
 
     asyncio.run(test())

@@ -16,7 +16,18 @@ pytestmark = pytest.mark.usefixtures("forked_servers")
 @pytest.mark.long
 def test_three_passes_on_one_server_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "events.json"
-    counts = ["--requests", "3", "--warm-up", "1", "--tokens", "32", "--readers", "4", "--callers", "70"]
+    counts = [
+        "--requests",
+        "3",
+        "--warm-up",
+        "1",
+        "--tokens",
+        "32",
+        "--readers",
+        "4",
+        "--callers",
+        "70",
+    ]  # 6 more than a server accepts
     assert main([*counts, "--model", "tiny", "--json", str(file)]) == 0
     written = json.loads(file.read_text())
     calls = [(each["callers"], each["accepted"], each["refused"]) for each in written["passes"]]
@@ -26,7 +37,7 @@ def test_three_passes_on_one_server_are_printed_and_written(tmp_path: Path, caps
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
-def test_the_memory_of_a_process() -> None:
-    memory = resident_mib(os.getpid())
-    assert memory is None or memory > 1
+def test_the_memory_of_a_process_is_measured_where_the_system_reports_it() -> None:
+    memory_mib = resident_mib(os.getpid())
+    assert memory_mib is None or memory_mib > 1
     assert resident_mib(-1) is None

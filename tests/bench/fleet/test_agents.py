@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import Counter
+import statistics
 
 import pytest
 
@@ -10,7 +10,7 @@ from radixkv.planning.trace import TOKENS_PER_ID
 TRACE = agents_trace(8000)
 
 
-def test_the_trace_is_the_same_each_time_and_another_for_another_seed() -> None:
+def test_a_seed_always_makes_the_same_trace() -> None:
     assert agents_trace(200) == agents_trace(200)
     assert agents_trace(200) != agents_trace(200, seed=1)
 
@@ -28,15 +28,17 @@ def test_requests_are_in_order_and_fill_their_blocks() -> None:
 
 def test_the_statistics_are_the_documented_ones() -> None:
     assert 5500 < len(TRACE) <= 8000  # the sessions of the last minutes continue after the end
-    seen: set[tuple[int, ...]] = set()
-    sessions = 0
-    added = Counter[int]()
+    earlier_prompts: set[tuple[int, ...]] = set()
+    num_sessions = 0
+    num_blocks_added: list[int] = []  # by each later request of a session
     for request in TRACE:
-        before = next((n for n in range(len(request.hash_ids) - 1, 0, -1) if request.hash_ids[:n] in seen), 0)
-        sessions += not before
-        if before:
-            added[len(request.hash_ids) - before] += 1
-        seen.add(request.hash_ids)
-    assert 2.8 < len(TRACE) / sessions < 4
-    assert sum(size * num for size, num in added.items()) / added.total() == pytest.approx(2, rel=0.05)
+        prefix_lengths = range(len(request.hash_ids) - 1, 0, -1)
+        num_old_blocks = next((n for n in prefix_lengths if request.hash_ids[:n] in earlier_prompts), 0)
+        if num_old_blocks:
+            num_blocks_added.append(len(request.hash_ids) - num_old_blocks)
+        else:
+            num_sessions += 1
+        earlier_prompts.add(request.hash_ids)
+    assert 2.8 < len(TRACE) / num_sessions < 4
+    assert statistics.mean(num_blocks_added) == pytest.approx(2, rel=0.05)
     assert len({request.hash_ids[0] for request in TRACE}) > 500

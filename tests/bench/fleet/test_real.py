@@ -10,12 +10,12 @@ from bench.fleet.real import main, ratios
 
 def test_times_are_compared_at_the_same_rate() -> None:
     def row(routing: str, rate: float | None, p50: float) -> dict:
-        of_pass = {"groups": 83, "prompts": 3, "routing": routing, "rate": rate, "of_capacity": rate}
-        return {**of_pass, "ttft_ms": {"p50": p50, "p99": 10 * p50, "mean": 0.0}}
+        settings = {"groups": 83, "prompts": 3, "routing": routing, "rate": rate, "of_capacity": rate}
+        return {**settings, "ttft_ms": {"p50": p50, "p99": 10 * p50, "mean": 0.0}}
 
     rows = [row("round-robin", 1.0, 100.0), row("prefix", 1.0, 50.0), row("round-robin", 1.2, 900.0)]
     assert ratios(rows) == [{"groups": 83, "prompts": 3, "rate": 1.0, "of_capacity": 1.0, "p50": 2.0, "p99": 2.0}]
-    assert len(ratios([*rows, row("prefix", 1.2, 90.0)])) == 2
+    assert len(ratios([*rows, row("prefix", 1.2, 90.0)])) == 2, "both rates have a row of each routing"
 
 
 def test_a_wrong_geometry_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,24 +11,25 @@ from radixkv.model.attention.refused_attention import DEQUANTIZED, SPECIALIZED, 
 
 
 def main() -> int:
-    given = sys.stdin.read()
-    name = json.loads(given)["name"]
+    trial = sys.stdin.read()
+    name = json.loads(trial)["name"]
     if name == SPECIALIZED:
         time.sleep(3600)
     if name == SPECIALIZED_DEQUANTIZED:
         print("an illegal memory access", file=sys.stderr, flush=True)
         os.abort()
+    # Imported here, so that the candidates above hang and crash before torch is imported.
     import io
 
     from radixkv.model.attention.torch_kernels import TorchKernels
     from radixkv.startup import attention_trial
 
-    class Wrong(TorchKernels):
+    class WrongKernels(TorchKernels):
         def paged_attention(self, *arguments):
             return 1.5 * super().paged_attention(*arguments)
 
-    attention_trial.attention_candidates = lambda use: {name: Wrong() if name == DEQUANTIZED else TorchKernels()}
-    sys.stdin = io.StringIO(given)
+    attention_trial.attention_candidates = lambda use: {name: WrongKernels() if name == DEQUANTIZED else TorchKernels()}
+    sys.stdin = io.StringIO(trial)
     return attention_trial.main()
 
 

@@ -14,35 +14,35 @@ NONE = Permissions(specialized=False, specialized_exact=False, specialized_dequa
 CASE = AttentionCase(512, 8192)
 
 
-def kinds(choice: str, allowed: Permissions) -> list[tuple[bool, bool, bool]]:
-    """Whether each variant specializes, is exact, and is dequantized first."""
+def properties_of_variants(choice: str, allowed: Permissions) -> list[tuple[bool, bool, bool]]:
+    """Return for each variant whether it is warp-specialized, is exact, and dequantizes the pool first."""
     first = first_case(CASE, choice, allowed)
-    found = [first, *variants(first, choice, allowed, dequantized_suffix=512)]
-    assert len(set(found)) == len(found)
-    return [(each.is_specialized, each.is_exact, each.is_dequantized_first) for each in found]
+    measured = [first, *variants(first, choice, allowed, dequantized_suffix=512)]
+    assert len(set(measured)) == len(measured)
+    return [(each.is_specialized, each.is_exact, each.is_dequantized_first) for each in measured]
 
 
 def test_the_kernel_that_serves_is_measured_alone() -> None:
-    assert kinds("served", ALL) == [(True, False, False)]
-    assert kinds("served", NONE) == [(False, False, False)]
+    assert properties_of_variants("served", ALL) == [(True, False, False)]
+    assert properties_of_variants("served", NONE) == [(False, False, False)]
 
 
 def test_a_plain_pool_is_measured_in_three_kernels() -> None:
-    assert kinds("plain", ALL) == [(True, False, False), (False, False, False), (True, True, False)]
-    assert kinds("plain", NONE) == [(False, False, False), (False, True, False)]
+    assert properties_of_variants("plain", ALL) == [(True, False, False), (False, False, False), (True, True, False)]
+    assert properties_of_variants("plain", NONE) == [(False, False, False), (False, True, False)]
 
 
 def test_pointers_and_specialized_are_measured_separately() -> None:
-    assert not any(specialized for specialized, _, _ in kinds("pointers", ALL))
-    assert sum(dequantized for _, _, dequantized in kinds("pointers", ALL)) == 3
-    first, *others = kinds("specialized", ALL)
+    assert not any(specialized for specialized, _, _ in properties_of_variants("pointers", ALL))
+    assert sum(dequantized for _, _, dequantized in properties_of_variants("pointers", ALL)) == 3
+    first, *others = properties_of_variants("specialized", ALL)
     assert first == (False, False, False)
     assert others == [(True, False, False), (True, True, False), *[(True, False, True)] * 3]
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_nothing_refused_is_measured(choice: str) -> None:
-    assert not any(specialized or dequantized for specialized, _, dequantized in kinds(choice, NONE))
+def test_no_refused_kernel_is_measured(choice: str) -> None:
+    assert not any(specialized or dequantized for specialized, _, dequantized in properties_of_variants(choice, NONE))
 
 
 def test_short_suffixes_are_not_dequantized_first() -> None:

@@ -35,7 +35,7 @@ def test_left_out():
 """
 
 
-def test_each_file_has_a_row_with_its_counts_and_failures(tmp_path: Path) -> None:
+def test_each_file_has_a_row_with_counts_and_failures(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     (tmp_path / "test_some.py").write_text(TESTS, encoding="utf-8")
     (tmp_path / "test_others.py").write_text("def test_right(): pass", encoding="utf-8")
@@ -67,10 +67,10 @@ def test_each_file_has_a_row_with_its_counts_and_failures(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_tests_run_from_links_without_the_plugins_of_our_own_runs(tmp_path: Path) -> None:
+def test_tests_run_from_links_without_plugins_for_timeouts_and_instant_failures(tmp_path: Path) -> None:
     lay_out(tmp_path, None)
-    without = [word for name in ("timeout", "instafail") for word in ("-p", f"no:{name}")]
-    command = [sys.executable, "-m", counted_tests.__name__, "--json", "counted.json", "-n", "0", *without]
+    without_plugins = [argument for name in ("timeout", "instafail") for argument in ("-p", f"no:{name}")]
+    command = [sys.executable, "-m", counted_tests.__name__, "--json", "counted.json", "-n", "0", *without_plugins]
     tests = "tests/kernels/gpu/test_attention_plan.py"
     done = subprocess.run([*command, tests], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

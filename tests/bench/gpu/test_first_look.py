@@ -13,11 +13,13 @@ from bench.gpu import first_look
 from bench.gpu.first_look import ask, main, output_of
 
 
-def test_each_answer_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+def test_each_question_has_a_row_with_an_answer_or_the_reason_of_its_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(first_look, "QUESTIONS", {"broken": broken, "good": lambda: {"answer": 42}})
+    monkeypatch.setattr(first_look, "QUESTIONS", {"broken": fail, "good": lambda: {"answer": 42}})
     file = tmp_path / "look.json"
     assert main(["--json", str(file)]) == 0
     result = json.loads(file.read_text(encoding="utf-8"))

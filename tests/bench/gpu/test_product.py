@@ -27,9 +27,9 @@ def test_every_stage_runs_dry_without_a_failure(tmp_path: Path, capsys: pytest.C
     status = main(["--part", "product", "--dry-run", "--seconds", "500", "--out", str(tmp_path)])
     report = json.loads((tmp_path / "product.json").read_text(encoding="utf-8"))
     stages = report["stages"]
-    assert {name: each["outcome"] for name, each in stages.items()} == {
-        each.name: "ran" for each in PARTS["product"]
-    }, {name: each["output"][-2000:] for name, each in stages.items() if each["outcome"] != "ran"}
+    outputs_of_failures = {name: each["output"][-2000:] for name, each in stages.items() if each["outcome"] != "ran"}
+    assert list(stages) == [each.name for each in PARTS["product"]]
+    assert outputs_of_failures == {}
     wrong = [row for each in stages.values() for row in each["result"]["rows"] if not row["is_right"]]
     assert wrong == []
     assert report["is_finished"]
@@ -48,16 +48,16 @@ def test_every_stage_runs_dry_without_a_failure(tmp_path: Path, capsys: pytest.C
         "oom": 3,
         "gpu_tests": 1,
     }
-    shown = capsys.readouterr().out
-    assert len(shown) < 12_000
-    table = shown.rpartition("\n\n")[2].splitlines()
+    printed = capsys.readouterr().out
+    assert len(printed) < 12_000
+    table = printed.rpartition("\n\n")[2].splitlines()
     assert [line.split()[0] for line in table] == ["stage", *num_rows]
     assert len(table) <= 25
 
 
-def answer(logits: tuple[float, ...], token: int = 0, cached: int = 0) -> PrefillResponse:
-    row = np.array(logits, dtype="<f4").tobytes()
-    return PrefillResponse(logits=row, next_token_id=token, usage=Usage(cached_tokens=cached))
+def response(logits: tuple[float, ...], token: int = 0, cached: int = 0) -> PrefillResponse:
+    logits_bytes = np.array(logits, dtype="<f4").tobytes()
+    return PrefillResponse(logits=logits_bytes, next_token_id=token, usage=Usage(cached_tokens=cached))
 
 
 def test_an_exception_is_the_reason_of_a_row_and_fails_the_stage(tmp_path: Path) -> None:
@@ -95,17 +95,19 @@ def test_a_stage_without_rows_fails_and_a_missed_target_does_not() -> None:
 
 def test_a_single_bit_is_a_difference() -> None:
     below = float(np.nextafter(np.float32(2), np.float32(1)))
-    assert describe_difference(answer((1, 2, 3)), answer((1, 2, 3))) == ""
-    assert describe_difference(answer((1, 2, 3)), answer((1, below, 3))) == "logit 1 differs"
-    assert describe_difference(answer((1, 2)), answer((1, 2), token=1)) == "expected token 0, got 1"
-    assert "expected 8 bytes of logits, got 0" in describe_difference(answer((1, 2)), PrefillResponse())
-    assert describe_difference(PrefillResponse(), PrefillResponse()) != "", "no logits prove nothing"
+    assert describe_difference(response((1, 2, 3)), response((1, 2, 3))) == ""
+    assert describe_difference(response((1, 2, 3)), response((1, below, 3))) == "logit 1 differs"
+    assert describe_difference(response((1, 2)), response((1, 2), token=1)) == "expected token 0, got 1"
+    assert "expected 8 bytes of logits, got 0" in describe_difference(response((1, 2)), PrefillResponse())
+    assert describe_difference(PrefillResponse(), PrefillResponse()) != "", (
+        "a response without logits is not evidence of equality"
+    )
 
 
-def test_an_answer_that_reused_another_number_of_tokens_is_wrong() -> None:
-    case = BitsCase(np.arange(8, dtype=np.uint32), 5, "tenant", uncached=answer((1, 2)))
-    assert case.difference(answer((1, 2), cached=5)) == ""
-    assert case.difference(answer((1, 2), cached=4)) == "expected 5 cached tokens, got 4"
+def test_a_response_that_reused_another_number_of_tokens_is_wrong() -> None:
+    case = BitsCase(np.arange(8, dtype=np.uint32), 5, "tenant", uncached=response((1, 2)))
+    assert case.difference(response((1, 2), cached=5)) == ""
+    assert case.difference(response((1, 2), cached=4)) == "expected 5 cached tokens, got 4"
 
 
 @pytest.mark.parametrize(
@@ -145,21 +147,21 @@ def test_a_replay_fails_by_errors_and_on_the_exact_server_by_other_answers(
 
 def test_a_request_that_gets_other_tokens_next_to_other_requests_is_counted() -> None:
     prompts = [np.array([number], dtype=np.uint32) for number in range(2)]
-    alone, other = TimedGeneration((1, 2), (0.0, 1.0)), TimedGeneration((1, 3), (0.0, 1.0))
-    seen: dict[bytes, tuple[int, ...]] = {}
-    assert num_different(seen, prompts, [alone, alone]) == 0
-    assert num_different(seen, prompts, [alone, other]) == 1
+    first, different = TimedGeneration((1, 2), (0.0, 1.0)), TimedGeneration((1, 3), (0.0, 1.0))
+    tokens_by_prompt: dict[bytes, tuple[int, ...]] = {}
+    assert num_different(tokens_by_prompt, prompts, [first, first]) == 0
+    assert num_different(tokens_by_prompt, prompts, [first, different]) == 1
 
 
 def test_the_time_of_a_step_is_the_time_between_two_tokens() -> None:
-    answers = [TimedGeneration((1, 2, 3), (0.0, 0.5, 1.0)), TimedGeneration((1, 2, 3), (0.0, 1.0))]
-    row = summarize(answers, weights_ms=250.0)
+    generations = [TimedGeneration((1, 2, 3), (0.0, 0.5, 1.0)), TimedGeneration((1, 2, 3), (0.0, 1.0))]
+    row = summarize(generations, weights_ms=250.0)
     assert row == {"tokens_per_s": 6.0, "step_ms": 500.0, "weights_ratio": 2.0}
 
 
 def test_logits_that_are_not_finite_are_wrong() -> None:
-    assert relative_error(answer((3, 4)), answer((3, 4))) == 0
-    assert relative_error(answer((3, 4)), answer((3, float("nan")))) == 1
+    assert relative_error(response((3, 4)), response((3, 4))) == 0
+    assert relative_error(response((3, 4)), response((3, float("nan")))) == 1
 
 
 def test_the_log_of_a_start_is_read_by_its_captured_and_dropped_steps() -> None:

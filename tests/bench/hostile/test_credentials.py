@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
 @pytest.mark.long
-def test_it_measures_four_arms_in_turn(tmp_path, capsys):
+def test_four_kinds_of_credentials_are_measured_in_turn(tmp_path, capsys):
     file = tmp_path / "credentials.json"
     credentials.main(["--rounds", "2", "--calls", "3", "--json", str(file)])
     result = json.loads(file.read_text(encoding="utf-8"))

@@ -6,24 +6,25 @@ from radixkv.config import ServerConfig
 from radixkv.service.server.receive.grpc_options import WINDOW_BYTES
 
 ALONE = Latencies(p50_ms=2, p99_ms=10, step_ms=1, calls=10, refusals=0, statuses={"OK": 10})
-GOOD = Trial("x", {}, {}, ALONE, ALONE, idle_mb=100, peak_mb=180, after_mb=100, idle_after_s=1)
+GOOD_TRIAL = Trial("x", {}, {}, ALONE, ALONE, idle_mb=100, peak_mb=180, after_mb=100, idle_after_s=1)
 
 
-def broken(**changes):
-    return broken_bounds(dataclasses.replace(GOOD, **changes), budget_mb=50)
+def broken_with(**changes):
+    """Return the bounds that are broken by a good trial with changes."""
+    return broken_bounds(dataclasses.replace(GOOD_TRIAL, **changes), budget_mb=50)
 
 
 def test_an_attack_that_changes_nothing_breaks_nothing():
-    assert broken() == []
+    assert broken_with() == []
 
 
 def test_each_bound_can_be_broken():
-    assert broken(under_attack=dataclasses.replace(ALONE, p99_ms=33)) == ["p99 above 32.0 ms"]
-    assert broken(under_attack=dataclasses.replace(ALONE, refusals=1)) == ["refusals"]
-    assert broken(under_attack=dataclasses.replace(ALONE, p99_ms=None)) == ["no answers"]
-    assert broken(peak_mb=181) == ["peak above 180 MB"]
-    assert broken(idle_after_s=11) == ["busy after 10 s"]
-    assert broken(idle_after_s=None) == ["busy after 10 s"]
+    assert broken_with(under_attack=dataclasses.replace(ALONE, p99_ms=33)) == ["p99 above 32.0 ms"]
+    assert broken_with(under_attack=dataclasses.replace(ALONE, refusals=1)) == ["refusals"]
+    assert broken_with(under_attack=dataclasses.replace(ALONE, p99_ms=None)) == ["no answers"]
+    assert broken_with(peak_mb=181) == ["peak above 180 MB"]
+    assert broken_with(idle_after_s=11) == ["busy after 10 s"]
+    assert broken_with(idle_after_s=None) == ["busy after 10 s"]
 
 
 def test_the_budget_follows_the_configuration():

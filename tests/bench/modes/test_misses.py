@@ -40,16 +40,16 @@ def test_full_stores_receive_the_blocks_that_each_new_prompt_evicts(
         "no store again": {},
         "host and disk": {"host": num_blocks, "disk": num_blocks},
     }
-    itself = {"mean": 1, "standard_error": 0, "is_surely_within": True, "sets": [1, 1]}
-    assert rows["no store"]["ttft_ratio"] == rows["no store"]["processor_ratio"] == itself
+    ratio_to_itself = {"mean": 1, "standard_error": 0, "is_surely_within": True, "sets": [1, 1]}
+    assert rows["no store"]["ttft_ratio"] == rows["no store"]["processor_ratio"] == ratio_to_itself
     assert all(row["ttft_ratio"]["mean"] > 0 for row in rows.values())
     assert "0 answers differ" in capsys.readouterr().out
 
 
 def test_the_standard_error_is_that_between_sets() -> None:
-    written = _summary(np.array([1.0, 1.02, 0.98, 1.0]))
-    assert written["mean"] == pytest.approx(1.0)
-    assert written["standard_error"] == pytest.approx(np.std([1.0, 1.02, 0.98, 1.0], ddof=1) / 2)
+    summary = _summary(np.array([1.0, 1.02, 0.98, 1.0]))
+    assert summary["mean"] == pytest.approx(1.0)
+    assert summary["standard_error"] == pytest.approx(np.std([1.0, 1.02, 0.98, 1.0], ddof=1) / 2)
 
 
 def test_a_ratio_that_is_not_known_well_enough_is_not_surely_within_the_bound() -> None:

@@ -13,18 +13,18 @@ from tests.patience import PATIENCE_S, wait_until
 
 
 @pytest.fixture
-def prompt_store() -> Iterator[RedisStore]:
+def fast_store() -> Iterator[RedisStore]:
     with SlowRedis(0.0) as server:
         store = RedisStore(server.url, OBJECT_BYTES, timeout_s=PATIENCE_S)
         yield store
         store.close()
 
 
-def test_it_accepts_blocks_but_stores_none(prompt_store: RedisStore) -> None:
-    assert prompt_store.put([block(1), block(2)]).outcomes == (PutOutcome.STORED,) * 2
-    assert prompt_store.get([key_of(1), key_of(2)]) == [None, None]
-    assert prompt_store.exists([key_of(1), key_of(2)]) == [False, False]
-    assert prompt_store.delete([key_of(1)]) == 0
+def test_the_server_accepts_blocks_but_stores_none(fast_store: RedisStore) -> None:
+    assert fast_store.put([block(1), block(2)]).outcomes == (PutOutcome.STORED,) * 2
+    assert fast_store.get([key_of(1), key_of(2)]) == [None, None]
+    assert fast_store.exists([key_of(1), key_of(2)]) == [False, False]
+    assert fast_store.delete([key_of(1)]) == 0
 
 
 def test_a_server_that_never_responds_receives_the_commands() -> None:

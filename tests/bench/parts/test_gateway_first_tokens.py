@@ -1,4 +1,7 @@
-"""First tokens over a gateway are timed only where it streams; `test_gateway_demo.py` runs it before a real one."""
+"""First tokens over a gateway are timed only if it streams.
+
+`test_gateway_demo.py` measures them over a real gateway.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ pytestmark = pytest.mark.long
 
 @pytest.mark.parametrize(("status", "body"), [(503, b"no workers\n"), (200, b'{"text": "not streamed"}\n')])
 def test_an_answer_that_is_no_stream_is_an_error(status: int, body: bytes) -> None:
-    class Page(BaseHTTPRequestHandler):
+    class FakeGateway(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
             self.send_response(status)
@@ -27,7 +30,7 @@ def test_an_answer_that_is_no_stream_is_an_error(status: int, body: bytes) -> No
         def log_message(self, *_: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Page) as server:
+    with HTTPServer(("127.0.0.1", 0), FakeGateway) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
         with pytest.raises(ConfigError, match=f"gateway: expected a streamed answer, got {status}"):
@@ -35,8 +38,8 @@ def test_an_answer_that_is_no_stream_is_an_error(status: int, body: bytes) -> No
         thread.join()
 
 
-def test_both_ways_are_timed() -> None:
-    class Page(BaseHTTPRequestHandler):
+def test_first_tokens_over_the_gateway_and_without_it_are_timed() -> None:
+    class FakeGateway(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
@@ -49,11 +52,11 @@ def test_both_ways_are_timed() -> None:
         def log_message(self, *_: object) -> None:
             pass
 
-    with fake_service() as (_, address), HTTPServer(("127.0.0.1", 0), Page) as server:
+    with fake_service() as (_, address), HTTPServer(("127.0.0.1", 0), FakeGateway) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        took = time_first_tokens(f"http://127.0.0.1:{server.server_port}", address, "m", 2)
+        times = time_first_tokens(f"http://127.0.0.1:{server.server_port}", address, "m", 2)
         server.shutdown()
         thread.join()
-    assert took.gateway_ms > 0
-    assert took.direct_ms > 0
+    assert times.gateway_ms > 0
+    assert times.direct_ms > 0

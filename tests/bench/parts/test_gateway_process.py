@@ -27,7 +27,7 @@ def test_every_server_and_the_tokenizer_are_ready_inside_the_block() -> None:
             with urllib.request.urlopen(f"{url}/v1/models") as response:
                 assert b'"chat"' in response.read()
         assert num_healthy_servers(url) == 0
-        gateway.stop()
+        gateway.stop()  # has no effect
 
 
 @needs_gateway

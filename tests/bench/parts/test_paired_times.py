@@ -10,7 +10,7 @@ def test_an_engine_is_compared_with_both_baselines() -> None:
     assert middle_ratios("off again", times, BASELINES).tolist() == [4.0, 1.0]
 
 
-def test_a_few_slow_prompts_change_nothing() -> None:
+def test_a_few_slow_prompts_do_not_change_the_ratio() -> None:
     equal = [PromptTimes(1.0, 1.0)] * 16
     slow = [*equal[4:], *[PromptTimes(50.0, 50.0)] * 4]
     assert middle_ratios("on", {"off": equal, "off again": equal, "on": slow}, BASELINES).tolist() == [1.0, 1.0]

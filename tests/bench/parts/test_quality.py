@@ -11,11 +11,12 @@ from radixkv.errors import ConfigError
 
 
 def test_predictions_are_compared_over_all_texts() -> None:
-    """Two texts of different lengths, over a vocabulary of two tokens."""
+    """Two texts of two and three tokens, over a vocabulary of two tokens."""
     comparison = Comparison()
-    sure, even = torch.tensor([[math.log(3.0), 0.0]]), torch.zeros(1, 2)
-    comparison.add(even.expand(2, 2), sure.expand(2, 2), torch.tensor([0, 0]))
-    comparison.add(sure.expand(3, 2), sure.expand(3, 2), torch.tensor([1, 0, 0]))
+    # Logits that give the tokens the probabilities 3/4 and 1/4, or 1/2 each.
+    unequal, equal = torch.tensor([[math.log(3.0), 0.0]]), torch.zeros(1, 2)
+    comparison.add(equal.expand(2, 2), unequal.expand(2, 2), torch.tensor([0, 0]))
+    comparison.add(unequal.expand(3, 2), unequal.expand(3, 2), torch.tensor([1, 0, 0]))
     quality = comparison.quality()
     losses = [math.log(2), math.log(4 / 3), math.log(4 / 3)]
     assert quality.perplexity == pytest.approx(math.exp(sum(losses) / 3))

@@ -6,27 +6,27 @@ from radixkv.kernels.cpu.int8_linear import int8_linear, pack_int8
 from tests.processor import needs_exact_int8
 
 
-def layer(bias: bool) -> torch.nn.Linear:
+def make_linear(bias: bool) -> torch.nn.Linear:
     torch.manual_seed(0)
     return torch.nn.Linear(300, 48, bias=bias).requires_grad_(False)
 
 
 @needs_exact_int8
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_has_the_bits_of_the_served_layer(bias: bool) -> None:
-    linear, rows = layer(bias), torch.randn(17, 300)
+def test_a_rounded_layer_has_the_bits_of_the_served_layer(bias: bool) -> None:
+    linear, rows = make_linear(bias), torch.randn(17, 300)
     assert torch.equal(RoundedLinear(linear)(rows), int8_linear(rows, pack_int8(linear.weight), linear.bias))
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_rounding_moves_a_product_a_little(bias: bool) -> None:
-    linear, rows = layer(bias), torch.randn(2, 17, 300)
-    moved = RoundedLinear(linear)(rows) - linear(rows)
-    assert 0 < moved.std() < 0.02 * linear(rows).std()
+def test_rounding_changes_the_output_a_little(bias: bool) -> None:
+    linear, rows = make_linear(bias), torch.randn(2, 17, 300)
+    errors = RoundedLinear(linear)(rows) - linear(rows)
+    assert 0 < errors.std() < 0.02 * linear(rows).std()
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    rounded, rows = RoundedLinear(layer(bias=False)), torch.randn(40, 300)
+    rounded, rows = RoundedLinear(make_linear(bias=False)), torch.randn(40, 300)
     assert torch.equal(rounded(rows)[7:9], rounded(rows[7:9]))
 
 

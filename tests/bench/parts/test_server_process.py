@@ -13,16 +13,17 @@ from bench.parts.server_process import ServerProcess
 from radixkv.errors import ConfigError
 from tests.patience import wait_until
 
-SERVE = "print('listening on 127.0.0.1:4321', flush=True); time.sleep(3600)"
+LISTEN = "print('listening on 127.0.0.1:4321', flush=True); time.sleep(3600)"
 
 
 def python(code: str) -> list[str]:
+    """Return a command that runs code in a Python that exits with 0 on SIGTERM."""
     prelude = "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
     return [sys.executable, "-S", "-c", prelude + textwrap.dedent(code)]
 
 
-def test_the_address_is_read_past_other_lines() -> None:
-    server = ServerProcess(python(f"print('loading'); {SERVE}"))
+def test_the_address_is_found_after_other_lines() -> None:
+    server = ServerProcess(python(f"print('loading'); {LISTEN}"))
     with server as address:
         assert address == "127.0.0.1:4321"
         assert server.is_running
@@ -33,7 +34,7 @@ def test_the_address_is_read_past_other_lines() -> None:
 
 
 def test_an_exception_inside_the_block_stops_the_server() -> None:
-    server = ServerProcess(python(SERVE))
+    server = ServerProcess(python(LISTEN))
     with pytest.raises(ZeroDivisionError), server:
         _ = 1 / 0
     assert server.stop() == 0
@@ -49,18 +50,18 @@ def test_a_server_that_never_listens_is_stopped_and_reported() -> None:
     server = ServerProcess(python("time.sleep(3600)"), start_timeout_s=0.3)
     with pytest.raises(ConfigError, match=r"(?s)got nothing within 0.3 s; its stderr:\n\(nothing\)"), server:
         pass
-    assert server.stop() in (0, -signal.SIGTERM), "it may not have set its handler yet"
+    assert server.stop() in (0, -signal.SIGTERM), "the process may not have set its signal handler yet"
 
 
 def test_a_server_that_ignores_sigterm_is_killed() -> None:
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    server = ServerProcess(python(ignore + SERVE), stop_timeout_s=0.2)
+    server = ServerProcess(python(ignore + LISTEN), stop_timeout_s=0.2)
     with server:
         pass
     assert server.stop() == -signal.SIGKILL
 
 
-def test_a_talkative_server_is_never_blocked() -> None:
+def test_a_server_that_writes_much_output_is_never_blocked() -> None:
     code = """
         print('listening on 127.0.0.1:1', flush=True)
         for stream in (sys.stdout, sys.stderr):

@@ -4,34 +4,34 @@ import pytest
 
 from bench.training.bigram import Bigram
 
-VOCABULARY = 5
+VOCAB_SIZE = 5
 IDS = [0, 1, 2, 0, 1, 2, 0, 1, 3, 0, 1, 2]
 
 
 def test_probabilities_add_up_to_one() -> None:
-    bigram = Bigram(VOCABULARY)
-    for learned in (False, True):
-        if learned:
+    bigram = Bigram(VOCAB_SIZE)
+    for has_learned in (False, True):
+        if has_learned:
             bigram.learn(IDS)
-        for previous in range(VOCABULARY):
-            assert sum(bigram.probability(previous, token) for token in range(VOCABULARY)) == pytest.approx(1)
+        for previous in range(VOCAB_SIZE):
+            assert sum(bigram.probability(previous, token) for token in range(VOCAB_SIZE)) == pytest.approx(1)
 
 
-def test_it_learns_while_it_reads_as_it_learns_before() -> None:
-    read, learned = Bigram(VOCABULARY), Bigram(VOCABULARY)
+def test_counting_the_bits_of_a_text_learns_it_like_learning() -> None:
+    read, learned = Bigram(VOCAB_SIZE), Bigram(VOCAB_SIZE)
     read.bits(IDS)
     learned.learn(IDS)
-    for previous in range(VOCABULARY):
-        for token in range(VOCABULARY):
+    for previous in range(VOCAB_SIZE):
+        for token in range(VOCAB_SIZE):
             assert read.probability(previous, token) == learned.probability(previous, token)
 
 
 def test_before_any_text_all_tokens_are_equally_likely() -> None:
-    assert Bigram(VOCABULARY).bits([0, 1]) == pytest.approx(math.log2(VOCABULARY))
+    assert Bigram(VOCAB_SIZE).bits([0, 1]) == pytest.approx(math.log2(VOCAB_SIZE))
 
 
-def test_known_text_takes_fewer_bits_and_a_copy_learns_alone() -> None:
-    bigram = Bigram(VOCABULARY)
+def test_learned_text_takes_fewer_bits_and_a_copy_learns_independently() -> None:
+    bigram = Bigram(VOCAB_SIZE)
     bigram.learn(IDS * 10)
-    costs = [bigram.copy().bits(IDS) for _ in range(2)]
-    assert costs[0] == costs[1] < 0.5 * Bigram(VOCABULARY).bits(IDS)
+    first_bits, second_bits = (bigram.copy().bits(IDS) for _ in range(2))
+    assert first_bits == second_bits < 0.5 * Bigram(VOCAB_SIZE).bits(IDS)

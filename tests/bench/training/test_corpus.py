@@ -10,11 +10,11 @@ def test_held_out_text_was_never_trained_on() -> None:
     held_out = held_out_documents()
     assert [document.title for document in held_out] == ["Persuasion", "The Acts"]
     assert not {document.title for document in training} & {document.title for document in held_out}
-    learned = {paragraph for document in training for paragraph in document.text.split("\n")}
+    training_paragraphs = {paragraph for document in training for paragraph in document.text.split("\n")}
     for document in held_out:
         lines = [line for line in document.text.split("\n") if len(line) > 40]
         assert len(lines) > 900
-        assert sum(line in learned for line in lines) <= 2, "verses that two books share"
+        assert sum(line in training_paragraphs for line in lines) <= 2, "verses that two books share"
 
 
 def test_the_text_is_five_novels_and_65_books() -> None:
@@ -23,5 +23,5 @@ def test_the_text_is_five_novels_and_65_books() -> None:
     assert sum(len(document.text) for document in documents) > 7_500_000
     assert documents[0].paragraphs[0] == "EMMA"
     assert all(not set(document.text) & set("_+\f\r\t") for document in documents), (
-        "these separate merges and documents"
+        "these characters separate merges and documents"
     )

@@ -1,4 +1,4 @@
-"""The merges are learned from the training text, and the tokenizer holds them."""
+"""The merges of the tokenizer are those that are learned from the training text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixkv.model.tiny_files import merges
 
 
 @pytest.mark.long
-def test_the_tokenizer_holds_the_merges_of_the_training_text() -> None:
+def test_the_tokenizer_has_the_merges_of_the_training_text() -> None:
     assert learn_merges(document.text for document in training_documents()) == merges()
     assert len(merges()) == NUM_MERGES
 

@@ -7,7 +7,7 @@ import torch
 from bench.training.model_bits import model_bits
 
 
-class Counting:
+class CountingModel:
     """Predicts the next number with a logit that exceeds the others by `surplus`; records the lengths of windows."""
 
     def __init__(self, surplus: float) -> None:
@@ -24,11 +24,11 @@ class Counting:
 @pytest.mark.parametrize("num_tokens", [2, 8, 9, 12, 13, 14, 100, 101])
 def test_each_token_is_predicted_once(num_tokens: int) -> None:
     ids = torch.arange(num_tokens) % 64
-    assert model_bits(Counting(0.0), ids, 8) == pytest.approx((num_tokens - 1) * math.log2(64))  # type: ignore[arg-type]
-    assert model_bits(Counting(50.0), ids, 8) == pytest.approx(0, abs=1e-6)  # type: ignore[arg-type]
+    assert model_bits(CountingModel(0.0), ids, 8) == pytest.approx((num_tokens - 1) * math.log2(64))  # type: ignore[arg-type]
+    assert model_bits(CountingModel(50.0), ids, 8) == pytest.approx(0, abs=1e-6)  # type: ignore[arg-type]
 
 
 def test_a_text_is_read_in_windows() -> None:
-    model = Counting(0.0)
+    model = CountingModel(0.0)
     model_bits(model, torch.zeros(30, dtype=torch.long), 8)  # type: ignore[arg-type]
     assert max(model.windows) == 8

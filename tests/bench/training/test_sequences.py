@@ -20,10 +20,10 @@ def sequences() -> Sequences:
 
 
 def test_a_step_has_the_same_rows_each_time(sequences: Sequences) -> None:
-    again = Sequences(sequences.text, sequences.chats, 0)
-    other = Sequences(sequences.text, sequences.chats, 1)
-    assert all(torch.equal(sequences.rows(step), again.rows(step)) for step in range(10))
-    assert any(not torch.equal(sequences.rows(step), other.rows(step)) for step in range(10))
+    same_seed = Sequences(sequences.text, sequences.chats, 0)
+    other_seed = Sequences(sequences.text, sequences.chats, 1)
+    assert all(torch.equal(sequences.rows(step), same_seed.rows(step)) for step in range(10))
+    assert any(not torch.equal(sequences.rows(step), other_seed.rows(step)) for step in range(10))
 
 
 def test_every_step_reads_as_many_tokens(sequences: Sequences) -> None:
@@ -32,18 +32,20 @@ def test_every_step_reads_as_many_tokens(sequences: Sequences) -> None:
 
 
 def test_the_text_is_read_evenly() -> None:
-    places = torch.arange(100_000)
-    sequences = Sequences(places, places[:3000], seed=0)
-    times = torch.zeros(100_000)
+    text = torch.arange(100_000)  # each token is its own position
+    sequences = Sequences(text, text[:3000], seed=0)
+    times_read = torch.zeros(100_000)
     for step in range(1000):
         rows = sequences.rows(step)
-        for row in rows if rows.shape[1] > 257 else rows[1:4]:
-            times[row[:-1]] += 1
-    tenths = times.view(10, -1).mean(1)[1:-1]  # windows can't begin in the last ones
-    assert tenths.min() > 0.7 * tenths.max()
+        rows_of_text = rows if rows.shape[1] > 257 else rows[1:4]  # of the shortest rows, some are chats
+        for row in rows_of_text:
+            times_read[row[:-1]] += 1
+    # The first and the last tenth are read less often, because a row can't begin before the text or near its end.
+    times_by_tenth = times_read.view(10, -1).mean(1)[1:-1]
+    assert times_by_tenth.min() > 0.7 * times_by_tenth.max()
 
 
-def test_documents_end_and_turns_end(sequences: Sequences) -> None:
+def test_documents_and_turns_are_delimited_by_special_tokens(sequences: Sequences) -> None:
     assert (sequences.text == END).sum() == 2
     assert not torch.isin(sequences.text, torch.tensor([START_OF_TURN, END_OF_TURN])).any()
     assert (sequences.chats == START_OF_TURN).sum() == (sequences.chats == END_OF_TURN).sum() > 150

@@ -22,11 +22,11 @@ def test_a_long_prompt_needs_the_blocks_of_its_window_and_a_step(
     assert (first["one_pool_blocks"], second["one_pool_blocks"]) == (13, 25)
     assert first["bound_blocks"] == second["bound_blocks"] == 6
     for row in (first, second):
-        long, turn, again, branch = row["prompts"]
+        long, next_turn, repeated, branch = row["prompts"]
         assert long["most_needed_blocks"] <= row["bound_blocks"]
         assert long["most_blocks_in_use"] <= row["windowed_pool_blocks"]
-        assert turn["cached_tokens"] == turn["one_pool_cached_tokens"] == row["num_tokens"]
-        assert again["one_pool_cached_tokens"] == row["num_tokens"] - 1
+        assert next_turn["cached_tokens"] == next_turn["one_pool_cached_tokens"] == row["num_tokens"]
+        assert repeated["one_pool_cached_tokens"] == row["num_tokens"] - 1
         assert branch["cached_tokens"] < branch["one_pool_cached_tokens"] == row["num_tokens"] // 2
         assert branch["miss_reason"] == "NO_WINDOW"
         assert row["bytes"] < row["one_pool_bytes"]
@@ -35,13 +35,15 @@ def test_a_long_prompt_needs_the_blocks_of_its_window_and_a_step(
 
 
 def test_a_wrong_answer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, right = model_of(6, 40, 400), WindowedServer.prefill
+    model = model_of(6, 40, 400)
+    original_prefill = WindowedServer.prefill
 
-    def wrong(server: WindowedServer, prompt: Sequence[int]) -> PrefillResult:
-        result = right(server, prompt)
+    def change_logits(server: WindowedServer, prompt: Sequence[int]) -> PrefillResult:
+        result = original_prefill(server, prompt)
         assert result.logits is not None
-        return replace(result, logits=result.logits + 1) if server.storage.part_pools else result
+        has_windowed_pool = bool(server.storage.part_pools)
+        return replace(result, logits=result.logits + 1) if has_windowed_pool else result
 
-    monkeypatch.setattr(WindowedServer, "prefill", wrong)
+    monkeypatch.setattr(WindowedServer, "prefill", change_logits)
     with pytest.raises(AssertionError, match="the long prompt: expected the same bits"):
         measure(model, 60, 16, 32)

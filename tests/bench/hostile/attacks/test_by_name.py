@@ -17,8 +17,9 @@ from tests.service.serving import becomes_true
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 SETTINGS = (*LARGE_POOL, "engine.held_lease_ttl_s=0.5", "server.send_timeout_s=0.2")
-DOCUMENTED = {"OK", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "CANCELLED", "status 0", "status 3", "status 8"}
+DOCUMENTED_STATUSES = {"OK", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "CANCELLED", "status 0", "status 3", "status 8"}
 HTTP_STATUSES = {"status 200", "status 400", "status 431", "closed"}
+# Names of the numbers that attacks report besides statuses.
 FIGURES = {"connections", "calls", "frames", "streams"}
 
 
@@ -30,8 +31,9 @@ def http_address():
 @pytest.fixture(scope="module")
 def address(http_address):
     port = http_address.rpartition(":")[2]
-    settings = [word for setting in (*SETTINGS, f"server.http_port={port}") for word in ("--set", setting)]
-    with ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine", *settings]) as address:
+    settings = (*SETTINGS, f"server.http_port={port}")
+    options = [argument for setting in settings for argument in ("--set", setting)]
+    with ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine", *options]) as address:
         yield address
 
 
@@ -52,7 +54,9 @@ def test_an_attack_gets_documented_statuses_and_leaves_nothing(address, http_add
     if attack.is_http:
         assert set(observed) <= HTTP_STATUSES | FIGURES
     else:
-        assert set(observed) <= DOCUMENTED | FIGURES | {"status 12"}  # UNIMPLEMENTED, as raw connections report it
+        assert set(observed) <= DOCUMENTED_STATUSES | FIGURES | {
+            "status 12"
+        }  # UNIMPLEMENTED, as raw connections report it
     with Client(address) as client:
 
         def is_idle():
@@ -65,7 +69,7 @@ def test_an_attack_gets_documented_statuses_and_leaves_nothing(address, http_add
         assert asyncio.run(becomes_idle())
 
 
-def test_a_prompt_that_is_split_has_more_nodes(address):
+def test_the_attack_of_deep_retentions_splits_a_prompt_into_nodes(address):
     attack = ATTACKS["deep_retain"]
     assert attack.prepare is not None
     figures = asyncio.run(attack.prepare(Target(address, 0.2, 0.01)))

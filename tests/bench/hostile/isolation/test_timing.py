@@ -20,7 +20,7 @@ def test_prompts_that_should_miss_share_no_prefix_with_the_callers_own():
     assert {tokens[:4] for tokens in misses}.isdisjoint(tokens[:4] for tokens in own)
 
 
-def test_an_audit_times_each_arm_and_counts_what_should_not_be_cached():
+def test_an_audit_times_prompts_of_others_uncached_prompts_and_own_prompts():
     async def run():
         async with serving(FakeEngine()) as (_, address):
             return await audit(address, 5, 1)

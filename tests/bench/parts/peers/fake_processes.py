@@ -11,7 +11,7 @@ from bench.parts.peers.worker_process import WorkerProcess
 ROOT = Path(__file__).parents[4]
 
 
-def fake_process(name: str = "fake", mode: str = "", threads: int = 1) -> WorkerProcess:
+def make_fake_worker(name: str = "fake", mode: str = "", threads: int = 1) -> WorkerProcess:
     command = [sys.executable, "-m", "tests.bench.parts.peers.fake_worker", "--model", ".", "--dtype", "float32"]
     command += ["--threads", str(threads), "--cache", ".", "--mode", mode]
     return WorkerProcess(name, command, {**os.environ, "PYTHONPATH": str(ROOT)})

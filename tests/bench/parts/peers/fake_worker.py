@@ -1,4 +1,4 @@
-"""A worker without a model: each token is the sum of the prompt so far, modulo 97. Its mode makes it misbehave.
+"""A worker without a model: each token is the sum of the prompt so far, modulo 97. A mode makes the worker misbehave.
 
 python -m tests.bench.parts.peers.fake_worker --model . --dtype float32 --threads 1 --cache . --mode MODE
 """
@@ -15,7 +15,11 @@ from bench.parts.peers.workers.task import Done, Task
 
 
 class Sums:
-    """Answers with sums. Modes: `dies`, `fails` at odd prompts, `differs`, `late` (dies at the start), `child PATH`."""
+    """Answers with sums.
+
+    Modes: `dies` at the first task, `fails` at prompts with an odd sum, `differs` in its tokens, `many` (returns a
+    token too many), `late` (dies at the start), and `child PATH` (starts a process, and writes its id into a file).
+    """
 
     packages = ("numpy",)
 

@@ -13,10 +13,10 @@ SETTING = PeerSetting("tiny", "bfloat16", 2)
 
 
 class RecordingEnvironments:
-    """Environments that record the commands that are run in them."""
+    """Imitates `Environments`: instead of running a command, records it and creates the directory that it names."""
 
     def __init__(self) -> None:
-        self.made: list[tuple[str | None, list[str]]] = []
+        self.commands: list[tuple[str | None, list[str]]] = []
         self.is_broken = False
 
     def python(self, name: str | None) -> Path:
@@ -26,7 +26,7 @@ class RecordingEnvironments:
         return {}
 
     def run(self, name: str | None, arguments: list[str | Path], what: str) -> None:
-        self.made.append((name, [str(each) for each in arguments]))
+        self.commands.append((name, [str(each) for each in arguments]))
         Path(arguments[-1]).mkdir()
         if self.is_broken:
             raise NotInstalled(f"{what}: no")
@@ -43,12 +43,12 @@ def test_each_engine_reads_its_own_format(engine: str, tmp_path: Path) -> None:
     assert command[command.index("--model") + 1] == str(tmp_path / "models" / expected)
     assert command[command.index("--threads") + 1] == "2"
     assert (tmp_path / "models" / expected).exists()
-    num_made = len(environments.made)
+    num_commands = len(environments.commands)
     build_worker(engine, SETTING, environments, checkpoints, tmp_path)  # type: ignore[arg-type]
-    assert len(environments.made) == num_made
+    assert len(environments.commands) == num_commands, "an existing checkpoint is used"
 
 
-def test_an_incomplete_checkpoint_gets_no_name(tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_does_not_get_its_final_name(tmp_path: Path) -> None:
     environments = RecordingEnvironments()
     environments.is_broken = True
     checkpoints = Checkpoints(tmp_path, environments)  # type: ignore[arg-type]

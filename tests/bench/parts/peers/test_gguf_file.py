@@ -14,20 +14,20 @@ from bench.parts.peers import checkpoint
 from bench.parts.peers.gguf_file import gguf_name, interleave, main, vocabulary
 
 
-class Writer:
-    """Records the fields that it is given, in place of gguf's writer."""
+class FakeWriter:
+    """Imitates the writer of the package gguf: records fields and tensors instead of writing them."""
 
     fields: dict[str, Any]
     tensors: dict[str, Any]
 
     def __init__(self, file: str, kind: str) -> None:
-        Writer.fields, Writer.tensors = {"file": file, "kind": kind}, {}
+        FakeWriter.fields, FakeWriter.tensors = {"file": file, "kind": kind}, {}
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *values: Writer.fields.__setitem__(name, values)
+        return lambda *values: FakeWriter.fields.__setitem__(name, values)
 
     def add_tensor(self, name: str, weight: Any, raw_dtype: Any = None) -> None:
-        Writer.tensors[name] = (weight, raw_dtype)
+        FakeWriter.tensors[name] = (weight, raw_dtype)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", None), ("bfloat16", "BF16")])
@@ -35,21 +35,21 @@ def test_every_weight_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     kinds = SimpleNamespace(BF16="BF16", F32="F32")
     files = SimpleNamespace(MOSTLY_BF16=32, ALL_F32=0)
     quants = SimpleNamespace(quantize=lambda weight, _: weight)
-    gguf = SimpleNamespace(GGMLQuantizationType=kinds, GGUFWriter=Writer, LlamaFileType=files, quants=quants)
+    gguf = SimpleNamespace(GGMLQuantizationType=kinds, GGUFWriter=FakeWriter, LlamaFileType=files, quants=quants)
     monkeypatch.setitem(sys.modules, "gguf", gguf)
     checkpoint.main("tiny", "float32", str(tmp_path))
     main(str(tmp_path), dtype, "out.gguf")
     weights = checkpoint.build("tiny", "float32").state_dict()
-    assert sorted(Writer.tensors) == sorted(gguf_name(name) for name in weights if name != "lm_head.weight"), (
-        "it is tied"
+    assert sorted(FakeWriter.tensors) == sorted(gguf_name(name) for name in weights if name != "lm_head.weight"), (
+        "the head is the embedding"
     )
-    assert Writer.fields["add_head_count_kv"] == (2,)
-    assert len(Writer.fields["add_token_list"][0]) == 512
-    value, raw = Writer.tensors["blk.3.attn_v.weight"]
+    assert FakeWriter.fields["add_head_count_kv"] == (2,)
+    assert len(FakeWriter.fields["add_token_list"][0]) == 512
+    value, raw_dtype = FakeWriter.tensors["blk.3.attn_v.weight"]
     assert np.array_equal(value, weights["model.layers.3.self_attn.v_proj.weight"].numpy())
-    assert raw == kind
-    assert Writer.tensors["output_norm.weight"][1] is None
-    query = Writer.tensors["blk.0.attn_q.weight"][0]
+    assert raw_dtype == kind
+    assert FakeWriter.tensors["output_norm.weight"][1] is None
+    query = FakeWriter.tensors["blk.0.attn_q.weight"][0]
     assert np.array_equal(query, interleave(weights["model.layers.0.self_attn.q_proj.weight"].numpy(), 8))
 
 

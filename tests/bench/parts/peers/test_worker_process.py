@@ -11,14 +11,14 @@ import pytest
 from bench.parts.peers.process_tree import read_processes
 from bench.parts.peers.worker_process import WorkerFailed, WorkerProcess
 from bench.parts.peers.workers.task import Task
-from tests.bench.parts.peers.fake_processes import fake_process
+from tests.bench.parts.peers.fake_processes import make_fake_worker
 from tests.patience import wait_until
 
 pytestmark = pytest.mark.long
 
 
 def test_tasks_are_answered_one_after_the_other() -> None:
-    with fake_process(threads=3) as worker:
+    with make_fake_worker(threads=3) as worker:
         ready = worker.wait_until_ready()
         assert ready.notes == ["float32, OMP_NUM_THREADS=3"]
         assert set(ready.versions) == {"numpy"}
@@ -32,7 +32,7 @@ def test_tasks_are_answered_one_after_the_other() -> None:
 
 
 def test_a_task_that_fails_leaves_the_worker_running() -> None:
-    with fake_process("openvino", "fails") as worker:
+    with make_fake_worker("openvino", "fails") as worker:
         worker.wait_until_ready()
         with pytest.raises(WorkerFailed, match="openvino: ValueError: odd prompt"):
             worker.run(Task([[1]], 1))
@@ -40,7 +40,7 @@ def test_a_task_that_fails_leaves_the_worker_running() -> None:
 
 
 def test_the_stderr_of_a_worker_that_dies_is_reported() -> None:
-    with fake_process(mode="dies") as worker:
+    with make_fake_worker(mode="dies") as worker:
         worker.wait_until_ready()
         with pytest.raises(WorkerFailed, match=r"(?s)ended with exit status 7; .*out of memory"):
             worker.run(Task([[1]], 1))
@@ -50,7 +50,7 @@ def test_the_stderr_of_a_worker_that_dies_is_reported() -> None:
 
 
 def test_a_wrong_number_of_tokens_is_refused() -> None:
-    with fake_process(mode="many") as worker:
+    with make_fake_worker(mode="many") as worker:
         worker.wait_until_ready()
         with pytest.raises(WorkerFailed, match="the number of tokens of a prompt is not 2"):
             worker.run(Task([[1]], 2))
@@ -66,7 +66,7 @@ def test_a_worker_that_prints_nothing_is_killed() -> None:
 
 def test_processes_that_a_worker_started_in_a_session_of_their_own_end_too(tmp_path: Path) -> None:
     file = tmp_path / "pid"
-    with fake_process(mode=f"child {file}") as worker:
+    with make_fake_worker(mode=f"child {file}") as worker:
         worker.wait_until_ready()
         pid = int(file.read_text(encoding="utf-8"))
         assert pid in read_processes()

@@ -12,41 +12,43 @@ from typing import Any
 
 
 class Handler(BaseHTTPRequestHandler):
+    """Answers completions of both APIs."""
+
     def do_GET(self) -> None:
-        self._head("text/plain")
+        self._send_head("text/plain")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not body["prompt"]:
             self.send_error(400, "empty prompt")
             return
-        self._head("text/event-stream" if body.get("stream") else "application/json")
+        self._send_head("text/event-stream" if body.get("stream") else "application/json")
         if self.path == "/v1/completions":
-            self._openai(body)
+            self._answer_openai(body)
         else:
-            self._llama_cpp(body)
+            self._answer_llama_cpp(body)
 
-    def _openai(self, body: dict[str, Any]) -> None:
+    def _answer_openai(self, body: dict[str, Any]) -> None:
         tokens = list(range(body["max_tokens"]))
         if not body.get("stream"):
             self.wfile.write(json.dumps({"choices": [{"token_ids": tokens}]}).encode())
             return
         for token in tokens:
-            self._event({"choices": [{"token_ids": [token]}]})
-        self._event({"choices": []})
+            self._send_event({"choices": [{"token_ids": [token]}]})
+        self._send_event({"choices": []})
         self.wfile.write(b"data: [DONE]\n\n")
 
-    def _llama_cpp(self, body: dict[str, Any]) -> None:
+    def _answer_llama_cpp(self, body: dict[str, Any]) -> None:
         for token in range(body["n_predict"]):
-            self._event({"tokens": [token], "stop": False})
-        self._event({"tokens": [], "stop": True, "timings": {"cache_n": len(body["prompt"]) - 1}})
+            self._send_event({"tokens": [token], "stop": False})
+        self._send_event({"tokens": [], "stop": True, "timings": {"cache_n": len(body["prompt"]) - 1}})
 
-    def _event(self, event: dict[str, Any]) -> None:
+    def _send_event(self, event: dict[str, Any]) -> None:
         self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
-    def _head(self, kind: str) -> None:
+    def _send_head(self, content_type: str) -> None:
         self.send_response(200)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", content_type)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:

