@@ -283,7 +283,7 @@ def test_kv_without_the_mac_of_the_servers_secret_is_computed(pair: Pair, tmp_pa
     tokens = prompt(113)
     _, source = pair.hold(tokens)
     expected, _ = generate(pair.prefill, tokens)
-    settings = (*fetching_from(pair.address), *write_secret(tmp_path, "another secret"))
+    settings = (*fetching_from(pair.address), *write_secret(tmp_path, "a newer secret of one server"))
     with serving(*settings) as (_, address), Client(address, timeout_s=PATIENCE_S) as decode:
         answer, usage = generate(decode, tokens, source)
     assert answer == expected
