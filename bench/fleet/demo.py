@@ -131,7 +131,7 @@ def _converse(client: Client, turns: range) -> Talk:
 
 def _prompt(conversation: int, turn: int) -> list[int]:
     """Return the tokens of a conversation through a turn: its own system prompt, then turns of equal length."""
-    draw = random.Random(conversation)
+    draw = random.Random(f"conversation {conversation}")  # as numbers, -1 and 1 would be the same seed
     return draw.choices(range(_VOCABULARY), k=_SYSTEM_TOKENS + (turn + 1) * _TURN_TOKENS)
 
 
