@@ -28,8 +28,9 @@ from radixkv.planning.trace import TraceRequest, load_trace
 from radixkv.routing.policies import PREFIX, ROUTINGS
 from radixkv.service.cli.argument_types import names, positive, whole
 
-_MAX_SPREAD = 1.15
-_MIN_SHARES = {8: 0.95, 64: 0.9}
+# Targets of prefix routing.
+_MAX_SPREAD = 1.15  # load spread of the smallest fleet
+_MIN_SHARES = {8: 0.95, 64: 0.9}  # hit rate, as a share of that of one cache of the total size, by number of replicas
 # Number of replicas, tokens per second of each, and whether all routing policies are compared. With slower replicas,
 # the queues are longer.
 _FLEETS = ((8, 20_000, True), (8, 10_000, False), (8, 5_000, False), (64, 20_000, False), (64, 5_000, False))
@@ -47,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--capacity-tokens", type=whole, default=3_000_000, help="capacity of each replica's cache")
     parser.add_argument("--replicas", type=positive, help="only fleets of this size (default: 8 and 64)")
     parser.add_argument("--routing", type=names, default=list(ROUTINGS), help="policies to compare")
-    parser.add_argument("--decisions", type=positive, default=10_000, help="decisions to time, for each length")
+    parser.add_argument(
+        "--decisions", type=positive, default=10_000, help="decisions to time, for each block size and prompt length"
+    )
     parser.add_argument("--known-blocks", type=positive, default=1_000_000, help="blocks that the router knows")
     parser.add_argument("--only-decisions", action="store_true", help="simulate nothing")
     parser.add_argument("--json", type=Path)
@@ -55,38 +58,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     traces = {} if options.only_decisions else {"agents": agents_trace()}
     if options.trace is not None and not options.only_decisions:
         traces = {options.trace.name: load_trace(options.trace)} | traces
-    rows = [row for name, requests in traces.items() for row in _simulate(name, requests[: options.limit], options)]
-    times = [_time(block_size, prompt_tokens, options) for block_size, prompt_tokens in _DECISIONS]
+    rows: list[dict[str, Any]] = []
+    for name, requests in traces.items():
+        rows += _simulate(name, requests[: options.limit], options)
+    decision_rows = [_time_case(block_size, prompt_tokens, options) for block_size, prompt_tokens in _DECISIONS]
     if options.json is not None:
-        write_json(options.json, {**describe_run("bench.fleet", arguments), "rows": rows, "decisions": times})
+        write_json(options.json, {**describe_run("bench.fleet", arguments), "rows": rows, "decisions": decision_rows})
     return int(any(row["is_missed"] for row in rows))
 
 
 def _simulate(name: str, requests: Sequence[TraceRequest], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Simulate all fleets over a trace. Returns a row for each fleet and routing policy."""
-    print(f"{name}: {len(requests):,} requests, {sum(each.input_length for each in requests):,} tokens")
+    print(f"{name}: {len(requests):,} requests, {sum(request.input_length for request in requests):,} tokens")
     rows: list[dict[str, Any]] = []
-    singles: dict[int, float] = {}
-    for replicas, tokens_per_s, is_compared in _FLEETS:
+    single_cache_hit_rates: dict[int, float] = {}
+    for replicas, tokens_per_s, compares_policies in _FLEETS:
         if options.replicas not in (None, replicas):
             continue
-        if replicas not in singles:
+        if replicas not in single_cache_hit_rates:
             total_tokens = replicas * options.capacity_tokens
-            singles[replicas] = simulate(requests, policy="adaptive", capacity_tokens=total_tokens).token_hit_rate
+            single_cache_hit_rates[replicas] = simulate(
+                requests, policy="adaptive", capacity_tokens=total_tokens
+            ).token_hit_rate
         for routing in options.routing:
-            if is_compared or routing == PREFIX:
+            if compares_policies or routing == PREFIX:
                 fleet = Fleet(replicas, options.capacity_tokens, tokens_per_s)
                 simulation = simulate_fleet(requests, fleet, routing=routing)
-                rows.append(_row(name, simulation, singles[replicas]))
+                rows.append(_row(name, simulation, single_cache_hit_rates[replicas]))
                 print(_format_row(rows[-1]), flush=True)
     return rows
 
 
-def _row(name: str, simulation: FleetSimulation, single: float) -> dict[str, Any]:
-    share = simulation.token_hit_rate / single
+def _row(name: str, simulation: FleetSimulation, single_cache_hit_rate: float) -> dict[str, Any]:
+    share = simulation.token_hit_rate / single_cache_hit_rate
     is_uneven = simulation.replicas == min(_MIN_SHARES) and simulation.load_spread > _MAX_SPREAD
     is_missed = simulation.routing == PREFIX and (share < _MIN_SHARES[simulation.replicas] or is_uneven)
-    comparison = {"single_cache_hit_rate": single, "share_of_single_cache": share, "is_missed": is_missed}
+    comparison = {
+        "single_cache_hit_rate": single_cache_hit_rate,
+        "share_of_single_cache": share,
+        "is_missed": is_missed,
+    }
     return {"trace": name} | dataclasses.asdict(simulation) | comparison
 
 
@@ -99,8 +110,8 @@ def _format_row(row: dict[str, Any]) -> str:
     )
 
 
-def _time(block_size: int, prompt_tokens: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Time decisions in a fleet of 64."""
+def _time_case(block_size: int, prompt_tokens: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Time decisions in a fleet of 64 replicas. Prints and returns the result."""
     times = time_decisions(
         replicas=64,
         num_blocks=options.known_blocks,
@@ -111,7 +122,7 @@ def _time(block_size: int, prompt_tokens: int, options: argparse.Namespace) -> d
     print(
         f"decision: {times.replicas} replicas, {times.known_blocks:,} blocks of {block_size}, at the end "
         f"{times.end_blocks:,}, {times.refused_blocks:,} refused; prompts of {times.prompt_tokens:,} tokens: "
-        f"p50 {times.p50_us:.0f} us, p99 {times.p99_us:.0f} us; noted afterwards in "
+        f"p50 {times.p50_us:.0f} us, p99 {times.p99_us:.0f} us; recorded afterwards in p50 "
         f"{times.remember_p50_us:.0f} us, p99 {times.remember_p99_us:.0f} us",
         flush=True,
     )

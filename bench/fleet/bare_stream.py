@@ -2,7 +2,8 @@
 
     python -m bench.fleet.bare_stream
 
-Prints `listening on HOST:PORT`. The request is `NUM SIZE`; the response is a stream of NUM messages of SIZE bytes.
+Prints `listening on HOST:PORT`. A request is the text `NUM SIZE`; the response is a stream of
+NUM messages of SIZE bytes.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ async def _serve() -> None:
 
 
 async def _stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
-    num_messages, size = map(int, request.split())
-    message = bytes(size)
+    num_messages, message_bytes = map(int, request.split())
+    message = bytes(message_bytes)
     for _ in range(num_messages):
         yield message
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.fleet.replica_blocks import ReplicaBlocks
-from radixkv.api.events import HASH_BYTES, AllCleared, BlocksRemoved, BlocksStored, EventBatch, SnapshotPart
+from radixkv.api.events import AllCleared, BlocksRemoved, BlocksStored, EventBatch, SnapshotPart
 from radixkv.events.block_identity import Identities
 from radixkv.namespace import Namespace
 from radixkv.routing.fleet_load import FleetLoad
@@ -24,10 +24,11 @@ from radixkv.routing.router import Route, Router
 _NAMESPACE = Namespace("bench")
 _SYSTEM_TOKENS = 1024  # the common beginning of all prompts, cached on all replicas
 _NEW_TOKENS = 512  # per turn
-_NUM_IN_FLIGHT = 256
+_TOKEN_BYTES = 4  # of a token id in an event
+_NUM_IN_FLIGHT = 256  # routed requests that have not finished
 _SEED = 0  # of tokens and order
-_CONTINUED_SHARE = 0.7  # of the requests
-_SNAPSHOT_BLOCKS = 512
+_CONTINUED_SHARE = 0.7  # share of the requests that continue a cached conversation
+_SNAPSHOT_PART_BLOCKS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class ConversationPrompts:
         self._system = np.random.default_rng(seed).integers(2**32, size=_SYSTEM_TOKENS, dtype=np.uint32)
 
     def prompt(self, conversation: int, num_turns: int = 0) -> bytes:
-        """Return the tokens of a conversation, as bytes."""
+        """Return the tokens of a conversation with this many further turns, as bytes."""
         draw = np.random.default_rng((self._seed, conversation))
         own = draw.integers(2**32, size=self._own_tokens + num_turns * _NEW_TOKENS, dtype=np.uint32)
         return np.concatenate((self._system, own)).tobytes()
@@ -86,7 +87,7 @@ class ConversationPrompts:
 def time_decisions(
     *, replicas: int, num_blocks: int, block_size: int, prompt_tokens: int, decisions: int
 ) -> DecisionTimes:
-    """Fill a router's view by events, then time decisions while events continue.
+    """Fill a router's view with snapshots, then time decisions while events continue.
 
     Seven of ten requests continue a conversation of which a replica has cached the earlier turns, apart from evicted
     blocks; the other requests share only the system prompt. After each decision, the events of one request are read:
@@ -94,95 +95,111 @@ def time_decisions(
 
     Args:
         replicas: number of replicas.
-        num_blocks: number of blocks that the router knows, about the same number for each replica.
+        num_blocks: number of blocks in the snapshots of all replicas together, about equally many for each replica.
         block_size: tokens per block.
         prompt_tokens: length of a prompt before its last turn.
         decisions: number of decisions.
     """
     conversations, identities = ConversationPrompts(prompt_tokens, _SEED), Identities("")
     router = Router(FleetView(block_size), FleetLoad(), PrefixDemand(), make_routing("prefix"), identities=identities)
-    held = _fill(router, conversations, identities, replicas, num_blocks)
-    names, known = list(held), sum(len(each.conversations) for each in held.values())
+    blocks_of_replica = _fill(router, conversations, identities, replicas, num_blocks)
+    names = list(blocks_of_replica)
+    num_conversations = sum(len(blocks.conversations) for blocks in blocks_of_replica.values())
     known_blocks = router.view.index.num_blocks
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # so that later collections, which would count as time of decisions, do not scan the view
     draw = random.Random(_SEED)
-    times_us, remember_us, event_us = [], [], []
+    route_us, remember_us, event_us = [], [], []
     in_flight: list[Route] = []
-    for turn in range(decisions):
-        is_continued = draw.random() < _CONTINUED_SHARE
-        conversation = draw.choice(held[draw.choice(names)].conversations) if is_continued else known + turn
+    for decision in range(decisions):
+        if draw.random() < _CONTINUED_SHARE:
+            conversation = draw.choice(blocks_of_replica[draw.choice(names)].conversations)
+        else:
+            conversation = num_conversations + decision
         tokens = conversations.prompt(conversation, 1)
+
         start_s = time.thread_time()
         route = router.route(_NAMESPACE, tokens)
-        times_us.append((time.thread_time() - start_s) * 1e6)
+        route_us.append((time.thread_time() - start_s) * 1e6)
         in_flight.append(route)
+
         start_s = time.thread_time()
         router.remember()
         remember_us.append((time.thread_time() - start_s) * 1e6)
+
         hashes = PromptBlocks(_NAMESPACE, tokens, block_size, identities).all()[_SYSTEM_TOKENS // block_size :]
-        batch = _batch_of(router, route.name, held[route.name], conversation, hashes)
+        batch = _events_of_request(router, route.name, blocks_of_replica[route.name], conversation, hashes)
         start_s = time.thread_time()
         router.read(route.name, batch)
         event_us.append((time.thread_time() - start_s) * 1e6)
+
         if len(in_flight) > _NUM_IN_FLIGHT:
             router.finished(in_flight.pop(0), _NEW_TOKENS)
-    p50_us, p99_us = np.percentile(times_us, (50, 99))
+
+    p50_us, p99_us = np.percentile(route_us, (50, 99))
     remember_p50_us, remember_p99_us = np.percentile(remember_us, (50, 99))
-    mean_event_us = sum(event_us) / len(event_us)
     return DecisionTimes(
-        replicas,
-        known_blocks,
-        router.view.index.num_blocks,
-        router.view.index.num_refused,
-        block_size,
-        prompt_tokens + _NEW_TOKENS,
-        decisions,
-        float(p50_us),
-        float(p99_us),
-        max(times_us),
-        float(remember_p50_us),
-        float(remember_p99_us),
-        mean_event_us,
+        replicas=replicas,
+        known_blocks=known_blocks,
+        end_blocks=router.view.index.num_blocks,
+        refused_blocks=router.view.index.num_refused,
+        block_size=block_size,
+        prompt_tokens=prompt_tokens + _NEW_TOKENS,
+        decisions=decisions,
+        p50_us=float(p50_us),
+        p99_us=float(p99_us),
+        max_us=max(route_us),
+        remember_p50_us=float(remember_p50_us),
+        remember_p99_us=float(remember_p99_us),
+        event_us=sum(event_us) / len(event_us),
     )
 
 
 def _fill(
     router: Router, conversations: ConversationPrompts, identities: Identities, replicas: int, num_blocks: int
 ) -> dict[str, ReplicaBlocks]:
-    """Send a snapshot of conversations for each replica, numbered from 0. Returns the blocks of each replica."""
-    conversation, block_size, held = 0, router.view.block_size, {}
+    """Let the router read a snapshot of each replica. Returns the blocks of each replica.
+
+    Conversations are numbered from 0. Each is cached on one replica.
+    """
+    conversation, block_size, blocks_of_replica = 0, router.view.block_size, {}
     for index in range(replicas):
         name = f"replica-{index}"
         hashes: list[int] = []
-        held[name] = ReplicaBlocks()
+        blocks_of_replica[name] = ReplicaBlocks()
         router.join(name)
         while len(hashes) < num_blocks // replicas:
             tokens = conversations.prompt(conversation)
             blocks = PromptBlocks(_NAMESPACE, tokens, block_size, identities).all()
             hashes += blocks
-            held[name].hold(conversation, blocks[_SYSTEM_TOKENS // block_size :])
+            blocks_of_replica[name].hold(conversation, blocks[_SYSTEM_TOKENS // block_size :])
             conversation += 1
-        for batch in _snapshot(hashes, block_size):
+        for batch in _snapshot_parts(hashes, block_size):
             assert router.read(name, batch)
-    return held
+    return blocks_of_replica
 
 
-def _snapshot(hashes: Sequence[int], block_size: int) -> Iterator[EventBatch]:
-    count = -(-len(hashes) // _SNAPSHOT_BLOCKS)
-    for index in range(count):
-        part = hashes[index * _SNAPSHOT_BLOCKS : (index + 1) * _SNAPSHOT_BLOCKS]
-        events = (_stored(part, block_size),)
-        yield EventBatch(1, 0.0, events if index else (AllCleared(), *events), SnapshotPart(index, count, len(hashes)))
+def _snapshot_parts(hashes: Sequence[int], block_size: int) -> Iterator[EventBatch]:
+    num_parts = -(-len(hashes) // _SNAPSHOT_PART_BLOCKS)
+    for index in range(num_parts):
+        part = hashes[index * _SNAPSHOT_PART_BLOCKS : (index + 1) * _SNAPSHOT_PART_BLOCKS]
+        stored = _stored_event(part, block_size)
+        position = SnapshotPart(index, num_parts, len(hashes))
+        yield EventBatch(1, 0.0, (stored,) if index else (AllCleared(), stored), position)
 
 
-def _batch_of(router: Router, name: str, held: ReplicaBlocks, conversation: int, hashes: Sequence[int]) -> EventBatch:
-    """Return the events of a replica after a request: blocks stored, and as many others removed."""
-    new = held.hold(conversation, hashes)
-    removed = BlocksRemoved(np.array(held.evict(len(new)), "<u8").tobytes(), "")
-    return EventBatch(router.view.number_of(name) + 1, 0.0, (removed, _stored(new, router.view.block_size)))
+def _events_of_request(
+    router: Router, name: str, blocks: ReplicaBlocks, conversation: int, hashes: Sequence[int]
+) -> EventBatch:
+    """Store the blocks of a conversation on a replica, and evict as many others. Returns the events of the replica."""
+    new_hashes = blocks.hold(conversation, hashes)
+    removed = BlocksRemoved(np.array(blocks.evict(len(new_hashes)), "<u8").tobytes(), "")
+    stored = _stored_event(new_hashes, router.view.block_size)
+    return EventBatch(router.view.number_of(name) + 1, 0.0, (removed, stored))
 
 
-def _stored(hashes: Sequence[int], block_size: int) -> BlocksStored:
-    packed = np.array(hashes, "<u8").tobytes()
-    return BlocksStored(None, packed, bytes(len(packed) // HASH_BYTES * block_size * 4), block_size, "")
+def _stored_event(hashes: Sequence[int], block_size: int) -> BlocksStored:
+    """Return the event of stored blocks. All its token ids are 0; only their number is realistic."""
+    packed_hashes = np.array(hashes, "<u8").tobytes()
+    tokens = bytes(len(hashes) * block_size * _TOKEN_BYTES)
+    return BlocksStored(None, packed_hashes, tokens, block_size, "")

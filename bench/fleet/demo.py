@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(fleet: FleetProcess, client: Client) -> int:
+    """Run all steps on a fleet that has started. Returns 0 if all succeeded, else 1."""
     replicas = fleet.replicas()
     say("fleet", f"{fleet.address}, in front of {' and '.join(replicas)}")
     prompt = _prompt(-1, 0)
@@ -67,38 +68,47 @@ def _show(fleet: FleetProcess, client: Client) -> int:
     say("prefill", f"{_prompt_tokens(cold)}, then {_prompt_tokens(warm)}")
     route = client.route(prompt, tenant=_TENANT)
     say("route", f"{route.address}, {RouteReason.Name(route.reason)}, {route.cached_tokens} tokens cached")
+
     before_kill = _converse(client, range(_NUM_TURNS))
     say("talk", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} turns, {before_kill}")
-    counts = [num_finished(address) for address in replicas]
-    say("shared by", ", ".join(f"{name}: {count}" for name, count in zip(replicas, counts, strict=True)))
-    is_same = _decode_elsewhere(client, route.address)
-    victim = replicas[counts.index(max(counts))]
+    finished_counts = [num_finished(address) for address in replicas]
+    say("shared by", ", ".join(f"{name}: {count}" for name, count in zip(replicas, finished_counts, strict=True)))
+    has_same_tokens = _decode_elsewhere(client, route.address)
+
+    victim = replicas[finished_counts.index(max(finished_counts))]
     fleet.kill(victim)
     killed_s = time.monotonic()
     say("kill -9", f"{victim}, which answered most prompts, is gone; sending more")
     after_kill = _converse(client, range(_NUM_TURNS, 2 * _NUM_TURNS))
     say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {after_kill}")
-    while len(running := fleet.replicas()) < 2 and time.monotonic() - killed_s < _MAX_RESTART_S:
+    running = fleet.replicas()
+    while len(running) < 2 and time.monotonic() - killed_s < _MAX_RESTART_S:
         time.sleep(0.2)
+        running = fleet.replicas()
     say("restart", f"{' and '.join(running)}, {time.monotonic() - killed_s:.0f} s after the kill")
+
     failures = (*before_kill.failures, *after_kill.failures)
     say("end", "every prompt was answered" if not failures else f"{len(failures)} failed, first: {failures[0]}")
-    return 0 if is_same and not failures and len(running) == 2 else 1
+    return 0 if has_same_tokens and not failures and len(running) == 2 else 1
 
 
 def _decode_elsewhere(client: Client, address: str) -> bool:
-    """Compute a prompt on one replica, and generate on the other from its K/V. Returns whether the tokens are equal."""
+    """Compute a prompt on one replica, and generate on the other from these K/V.
+
+    Returns:
+        Whether the tokens are those that the first replica generates from its own K/V.
+    """
     prompt = _prompt(-2, 0)
     with Client(address, timeout_s=_TIMEOUT_S) as replica:
         prefilled = replica.prefill(prompt, tenant=_TENANT, hold_lease=True)
         source = KVSource(address=address, lease_id=prefilled.lease_id, epoch=prefilled.epoch)
-        chunks = list(client.generate(prompt, tenant=_TENANT, kv_source=source, max_new_tokens=_NEW_TOKENS))
-        here = list(replica.generate(prompt, tenant=_TENANT, max_new_tokens=_NEW_TOKENS))
+        chunks_elsewhere = list(client.generate(prompt, tenant=_TENANT, kv_source=source, max_new_tokens=_NEW_TOKENS))
+        chunks_here = list(replica.generate(prompt, tenant=_TENANT, max_new_tokens=_NEW_TOKENS))
         replica.release(prefilled.lease_id, tenant=_TENANT)
-    is_same = _tokens(chunks) == _tokens(here)
-    answer = "the same answer" if is_same else "another answer"
-    say("elsewhere", f"K/V of {address} fetched, {_prompt_tokens(chunks[0])}: {answer}")
-    return is_same
+    has_same_tokens = _tokens(chunks_elsewhere) == _tokens(chunks_here)
+    answer = "the same answer" if has_same_tokens else "another answer"
+    say("elsewhere", f"K/V of {address} fetched, {_prompt_tokens(chunks_elsewhere[0])}: {answer}")
+    return has_same_tokens
 
 
 def _converse(client: Client, turns: range) -> Talk:
@@ -115,12 +125,13 @@ def _converse(client: Client, turns: range) -> Talk:
         return outcomes
 
     with ThreadPoolExecutor(_NUM_AT_ONCE) as threads:
-        return Talk([each for answers in threads.map(talk, range(_NUM_CONVERSATIONS)) for each in answers])
+        outcomes_of_conversations = threads.map(talk, range(_NUM_CONVERSATIONS))
+        return Talk([outcome for outcomes in outcomes_of_conversations for outcome in outcomes])
 
 
 def _prompt(conversation: int, turn: int) -> list[int]:
-    """Return a conversation up to a turn: the common prefix, and turns of equal length."""
-    draw = random.Random(conversation)
+    """Return the tokens of a conversation through a turn: its own system prompt, then turns of equal length."""
+    draw = random.Random(f"conversation {conversation}")  # as numbers, -1 and 1 would be the same seed
     return draw.choices(range(_VOCABULARY), k=_SYSTEM_TOKENS + (turn + 1) * _TURN_TOKENS)
 
 

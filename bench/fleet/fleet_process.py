@@ -41,7 +41,7 @@ class FleetProcess:
         """Start the fleet and wait until it listens.
 
         Raises:
-            ConfigError: it did not start.
+            ConfigError: the fleet did not start.
         """
         self.address = self._process.__enter__()
         return self
@@ -49,19 +49,20 @@ class FleetProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        left = self._pids()
+        pids = self._pids()
         self._process.__exit__(kind, error, traceback)
-        kill(left)
+        kill(pids)  # those that have not ended with the command
 
     def replicas(self) -> list[str]:
         """Return the addresses of the replicas that answer."""
-        return sorted(self._each_replica())
+        return sorted(self._answering_replicas())
 
     def kill(self, address: str) -> None:
-        """Kill a replica, as the kernel does when memory runs out."""
+        """Kill a replica with SIGKILL, as the kernel does when memory runs out."""
         os.kill(listener_of(address, self._pids()), signal.SIGKILL)
 
-    def _each_replica(self) -> Iterator[str]:
+    def _answering_replicas(self) -> Iterator[str]:
+        """Route one prompt repeatedly, each time avoiding the replicas that earlier routes have named."""
         seen: list[str] = []
         with Client(self.address, timeout_s=_TIMEOUT_S) as client:
             while True:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import re
 import statistics
 import sys
@@ -40,7 +41,7 @@ from radixkv.service.client import Client
 _PREFIX, _ROUND_ROBIN = "prefix", "round-robin"
 _PURGE_S = 1.0  # time until the routers have received the events of a purge
 _BLOCK_TOKENS = 64
-_MAX_AT_ONCE = 256  # in the open loop: waiting for a thread would count as time to first token
+_MAX_IN_OPEN_LOOP = 256  # prompts in flight. If a prompt waited for a thread, this would count as time to first token.
 _TENANT = "acme"
 
 
@@ -53,13 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kill_result, costs = None, None
     for geometry in geometries:
         prompts = geometry.make_prompts(options.seed)
-        with _fleet(geometry, _PREFIX, options) as fleet:
-            with _fleet(geometry, _ROUND_ROBIN, options) as other:
-                outcomes = _compare({_PREFIX: fleet, _ROUND_ROBIN: other}, geometry, prompts, options, rows)
+        with _fleet(geometry, _PREFIX, options) as prefix_fleet:
+            with _fleet(geometry, _ROUND_ROBIN, options) as round_robin_fleet:
+                fleets = {_ROUND_ROBIN: round_robin_fleet, _PREFIX: prefix_fleet}
+                outcomes = _compare(fleets, geometry, prompts, options, rows)
             if geometry is geometries[-1]:
-                costs = call_costs(fleet, prompts[0], options.calls)
+                costs = call_costs(prefix_fleet, prompts[0], options.calls)
                 print(_format_costs(costs), flush=True)
-                kill_result = kill_one(fleet, geometry, prompts, outcomes, options.concurrency)
+                kill_result = kill_one(prefix_fleet, geometry, prompts, outcomes, options.concurrency)
                 print(format_kill(kill_result), flush=True)
     is_right = kill_result is not None and not (
         kill_result["wrong_answers"] or kill_result["failed_before_first_token"]
@@ -81,12 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the ratio of times to first token, round-robin divided by prefix routing, for each geometry and rate."""
     result = []
-    for row in rows:
-        for other in rows:
-            same = all(row[key] == other[key] for key in ("groups", "prompts", "rate"))
-            if same and (row["routing"], other["routing"]) == (_PREFIX, _ROUND_ROBIN):
-                times = {name: other["ttft_ms"][name] / row["ttft_ms"][name] for name in ("p50", "p99")}
-                result.append({key: row[key] for key in ("groups", "prompts", "rate", "of_capacity")} | times)
+    for prefix_row, round_robin_row in itertools.product(rows, rows):
+        if (prefix_row["routing"], round_robin_row["routing"]) != (_PREFIX, _ROUND_ROBIN):
+            continue
+        if any(prefix_row[key] != round_robin_row[key] for key in ("groups", "prompts", "rate")):
+            continue
+        prefix_ms, round_robin_ms = prefix_row["ttft_ms"], round_robin_row["ttft_ms"]
+        ttft_ratios = {name: round_robin_ms[name] / prefix_ms[name] for name in ("p50", "p99")}
+        result.append({key: prefix_row[key] for key in ("groups", "prompts", "rate", "of_capacity")} | ttft_ratios)
     return result
 
 
@@ -104,20 +108,28 @@ def _compare(
     options: argparse.Namespace,
     rows: list[dict[str, Any]],
 ) -> list[PromptOutcome]:
-    """Measure both fleets in turn, and add a row for each pass. Returns the last outcomes of prefix routing."""
-    capacity: dict[str, float] = {}
+    """Measure both fleets in turn, and add a row for each pass. Returns the last outcomes of prefix routing.
+
+    Args:
+        fleets: the fleet with round-robin, whose capacity defines the rates, then that with prefix routing.
+        geometry: sizes of the prompts.
+        prompts: token ids.
+        options: the options of the command.
+        rows: the rows so far.
+    """
+    capacity_per_s: dict[str, float] = {}
     outcomes: list[PromptOutcome] = []
-    for part in (None, *options.rates):
-        for routing, fleet in reversed(list(fleets.items())):
+    for fraction in (None, *options.rates):
+        for routing, fleet in fleets.items():
             with Client(fleet.address) as client:
                 client.purge(everything=True)
             time.sleep(_PURGE_S)
-            rate = None if part is None else part * capacity[_ROUND_ROBIN]
+            rate = None if fraction is None else fraction * capacity_per_s[_ROUND_ROBIN]
             outcomes = _pass(fleet, prompts, geometry, rate, options)
-            rows.append(_row(geometry, routing, rate, part, outcomes, prompts))
-            capacity.setdefault(routing, len(prompts) / rows[-1]["seconds"])
+            rows.append(_row(geometry, routing, rate, fraction, outcomes, prompts))
+            capacity_per_s.setdefault(routing, len(prompts) / rows[-1]["seconds"])
             print(_format_row(rows[-1]), flush=True)
-        if part is not None:
+        if fraction is not None:
             print("  ".join(f"{name} {ratios(rows)[-1][name]:.2f} times lower" for name in ("p50", "p99")), flush=True)
     return outcomes
 
@@ -132,13 +144,13 @@ def _pass(
     if rate is None:
         return run_pass(fleet.address, prompts, geometry.new_tokens, options.concurrency)
     arrivals_s = random_arrivals(len(prompts), rate, options.seed)
-    return run_pass(fleet.address, prompts, geometry.new_tokens, _MAX_AT_ONCE, arrivals_s=arrivals_s)
+    return run_pass(fleet.address, prompts, geometry.new_tokens, _MAX_IN_OPEN_LOOP, arrivals_s=arrivals_s)
 
 
 def call_costs(fleet: FleetProcess, prompt: Sequence[int], num_calls: int) -> dict[str, float]:
     """Time a cached prompt through the ingress and directly, and `Route`, in turn. Returns medians in milliseconds."""
     with Client(fleet.address) as client:
-        for _ in range(3):
+        for _ in range(3):  # so that the prompt is cached
             client.prefill(prompt, tenant=_TENANT)
         with Client(client.route(prompt, tenant=_TENANT).address) as replica:
             calls: dict[str, Callable[[], object]] = {
@@ -165,12 +177,12 @@ def _wait_for_all(fleet: FleetProcess, replicas: int) -> None:
 
 
 def _settings(geometry: Geometry, routing: str, options: argparse.Namespace) -> list[str]:
-    """Return the settings of engines whose caches can hold some of the groups, and the requests in flight."""
-    each = geometry.prefix_tokens + geometry.question_tokens + geometry.new_tokens
-    held_tokens = round(options.capacity_share * geometry.groups * geometry.prefix_tokens)
-    in_flight_tokens = options.concurrency * (each + 2 * _BLOCK_TOKENS)
+    """Return settings of a fleet. Each cache can hold the prefixes of some groups, and the requests in flight."""
+    request_tokens = geometry.prefix_tokens + geometry.question_tokens + geometry.new_tokens
+    cached_prefix_tokens = round(options.capacity_share * geometry.groups * geometry.prefix_tokens)
+    in_flight_tokens = options.concurrency * (request_tokens + 2 * _BLOCK_TOKENS)
     return [
-        f"cache.capacity_tokens={held_tokens + in_flight_tokens}",
+        f"cache.capacity_tokens={cached_prefix_tokens + in_flight_tokens}",
         f"fleet.routing={routing}",
         f"fleet.least_match_tokens={geometry.prefix_tokens // 2}",
         "server.drain_timeout_s=2",
@@ -181,21 +193,21 @@ def _row(
     geometry: Geometry,
     routing: str,
     rate: float | None,
-    part: float | None,
+    fraction: float | None,
     outcomes: Sequence[PromptOutcome],
     prompts: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
     """Describe a pass, with its rate also as a fraction of the capacity of round-robin; None in the closed loop."""
-    of_pass = {"groups": geometry.groups, "prompts": geometry.prompts, "routing": routing}
-    return {**of_pass, "rate": rate, "of_capacity": part, **summarize(outcomes, prompts)}
+    labels = {"groups": geometry.groups, "prompts": geometry.prompts, "routing": routing}
+    return {**labels, "rate": rate, "of_capacity": fraction, **summarize(outcomes, prompts)}
 
 
 def _format_row(row: dict[str, Any]) -> str:
-    first = row["ttft_ms"] or {"p50": 0.0, "p99": 0.0}
+    ttft_ms = row["ttft_ms"] or {"p50": 0.0, "p99": 0.0}
     rate = "at capacity" if row["rate"] is None else f"{row['rate']:4.1f}/s ({row['of_capacity']:.2f})"
     return (
         f"{row['groups']:4} x {row['prompts']}  {row['routing']:12} {rate:12} hit rate {row['token_hit_rate']:.3f}  "
-        f"TTFT p50 {first['p50']:.0f} ms, p99 {first['p99']:.0f} ms  {row['seconds']:.1f} s  {row['errors']} errors"
+        f"TTFT p50 {ttft_ms['p50']:.0f} ms, p99 {ttft_ms['p99']:.0f} ms  {row['seconds']:.1f} s  {row['errors']} errors"
     )
 
 
@@ -207,10 +219,13 @@ def _format_costs(costs: dict[str, float]) -> str:
 
 
 def _geometries(text: str) -> list[tuple[int, int]]:
-    matches = [re.fullmatch(r"(\d+)x(\d+)", each) for each in text.split(",")]
-    if not all(matches):
-        raise argparse.ArgumentTypeError(f"expected GROUPSxPROMPTS,..., got {text!r}")
-    return [(int(each[1]), int(each[2])) for each in matches if each is not None]
+    geometries = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)x(\d+)", item)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"expected GROUPSxPROMPTS,..., got {text!r}")
+        geometries.append((int(match[1]), int(match[2])))
+    return geometries
 
 
 def _rates(text: str) -> list[float]:

@@ -12,12 +12,12 @@ class ReplicaBlocks:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, list[int]] = {}  # the least recently used conversation comes first
+        self._hashes: dict[int, list[int]] = {}  # by conversation; the least recently used conversation comes first
 
     @property
     def conversations(self) -> list[int]:
         """The conversations with at least one cached block."""
-        return list(self._held)
+        return list(self._hashes)
 
     def hold(self, conversation: int, hashes: Sequence[int]) -> list[int]:
         """Use a conversation. Afterwards all its blocks are cached.
@@ -29,18 +29,18 @@ class ReplicaBlocks:
         Returns:
             The hashes of the new blocks.
         """
-        known = self._held.pop(conversation, [])
-        self._held[conversation] = list(hashes)
-        return list(hashes[len(known) :])
+        cached = self._hashes.pop(conversation, [])
+        self._hashes[conversation] = list(hashes)
+        return list(hashes[len(cached) :])
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Evict this many blocks, but none of the most recently used conversation. Returns their hashes."""
+        """Evict up to this many blocks, but none of the most recently used conversation. Returns their hashes."""
         evicted: list[int] = []
-        while len(evicted) < num_blocks and len(self._held) > 1:
-            conversation, hashes = next(iter(self._held.items()))
-            first = max(0, len(hashes) - (num_blocks - len(evicted)))
-            evicted += reversed(hashes[first:])
-            del hashes[first:]
+        while len(evicted) < num_blocks and len(self._hashes) > 1:
+            conversation, hashes = next(iter(self._hashes.items()))
+            num_kept = max(0, len(hashes) - (num_blocks - len(evicted)))
+            evicted += reversed(hashes[num_kept:])
+            del hashes[num_kept:]
             if not hashes:
-                del self._held[conversation]
+                del self._hashes[conversation]
         return evicted

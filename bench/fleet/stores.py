@@ -41,7 +41,7 @@ _EVENT_BLOCK_TOKENS = 16  # the default of `events.block_size`
 _VOCABULARY = 500
 _NAMESPACE = Namespace("tiny")
 _TIMEOUT_S = 600.0
-_KNOWS_STORES = {"stores": True, "devices": False}
+_KNOWS_STORES = {"stores": True, "devices": False}  # by the name of the router in the result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,14 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     settings = [f"cache.capacity_tokens={options.pool_tokens}", f"tiers.host_bytes={options.host_bytes}"]
     command = serve_command("tiny", "cpu", settings)
-    with ServerProcess(command) as one, ServerProcess(command) as two:
-        rows = asyncio.run(_measure([one, two], options))
-    min_computed = options.groups * (options.prefix_tokens + options.prompts * options.question_tokens)
-    computed = {name: sum(row["computed"] for row in rows if row["router knows"] == name) for name in _KNOWS_STORES}
-    ratio = computed["stores"] / computed["devices"]
-    print(f"computed tokens, stores over devices: {ratio:.2f}; at least {min_computed} per round must be computed")
+    with ServerProcess(command) as first_address, ServerProcess(command) as second_address:
+        rows = asyncio.run(_measure([first_address, second_address], options))
+    min_computed_tokens = options.groups * (options.prefix_tokens + options.prompts * options.question_tokens)
+    computed_tokens: Counter[str] = Counter()
+    for row in rows:
+        computed_tokens[row["router knows"]] += row["computed"]
+    ratio = computed_tokens["stores"] / computed_tokens["devices"]
+    print(
+        f"computed tokens, stores over devices: {ratio:.2f}; at least {min_computed_tokens} per round must be computed"
+    )
     if options.json is not None:
-        result = {"rows": rows, "least_computed_tokens": min_computed, "ratio": ratio}
+        result = {"rows": rows, "least_computed_tokens": min_computed_tokens, "ratio": ratio}
         write_json(options.json, {**describe_run("bench.fleet.stores", arguments), **result})
     return 0
 
@@ -78,26 +82,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prompts(options: argparse.Namespace, number: int) -> list[list[int]]:
+def _prompts(options: argparse.Namespace, round_number: int) -> list[list[int]]:
     """Generate the prompts of a round, in random order."""
-    draw = np.random.default_rng([options.seed, number])
+    draw = np.random.default_rng([options.seed, round_number])
     prompts = []
     for _ in range(options.groups):
         prefix = draw.integers(_VOCABULARY, size=options.prefix_tokens).tolist()
         questions = draw.integers(_VOCABULARY, size=(options.prompts, options.question_tokens)).tolist()
         prompts += [[*prefix, *question] for question in questions]
-    random.Random(number).shuffle(prompts)
+    random.Random(round_number).shuffle(prompts)
     return prompts
 
 
 async def _measure(addresses: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure both routers in turn, in an order that alternates."""
+    """Measure both routers once in each round. Which of them is first alternates."""
     rows = []
-    for number in range(options.rounds):
-        for name in list(_KNOWS_STORES) if number % 2 else list(_KNOWS_STORES)[::-1]:
-            prompts = _prompts(options, number)
+    for round_number in range(options.rounds):
+        names = list(_KNOWS_STORES)
+        if round_number % 2 == 0:
+            names.reverse()
+        for name in names:
+            prompts = _prompts(options, round_number)
             tokens = await _ask_all(addresses, prompts, options.concurrency, knows_stores=_KNOWS_STORES[name])
-            rows.append({"router knows": name, "round": number, **tokens})
+            rows.append({"router knows": name, "round": round_number, **tokens})
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     return rows
 
@@ -111,7 +118,7 @@ class _DeviceEvents:
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False
     ) -> AsyncIterator[events_pb2.EventBatch]:
-        """Subscribe to the events of the device."""
+        """Subscribe to the events of the device, whether or not those of stores are requested."""
         return self._client.subscribe(start_sequence_number)
 
 
@@ -122,10 +129,10 @@ async def _ask_all(
     view = FleetView(_EVENT_BLOCK_TOKENS)
     router = Router(view, FleetLoad(), PrefixDemand(), make_routing("prefix"), identities=Identities())
     tokens: Counter[str] = Counter()
-    left = iter(prompts)
+    remaining_prompts = iter(prompts)  # shared by all tasks
 
     async def ask_in_turn() -> None:
-        for prompt in left:
+        for prompt in remaining_prompts:
             route = router.route(_NAMESPACE, np.array(prompt, "<u4").tobytes())
             usage = (await clients[route.name].prefill(prompt)).usage
             router.finished(route, usage.computed_tokens)
@@ -138,19 +145,19 @@ async def _ask_all(
         }
         for client in clients.values():
             await client.purge(everything=True)
-        streams = []
+        subscriptions = []
         for address, client in clients.items():
             router.join(address)
             source = client if knows_stores else _DeviceEvents(client)
-            streams.append(asyncio.create_task(EventSubscription(address, source, view).run()))
+            subscriptions.append(asyncio.create_task(EventSubscription(address, source, view).run()))
         try:
             while not all(map(view.is_up_to_date, addresses)):
                 await asyncio.sleep(0.01)
             await asyncio.gather(*(ask_in_turn() for _ in range(concurrency)))
         finally:
-            for stream in streams:
-                stream.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
+            for subscription in subscriptions:
+                subscription.cancel()
+            await asyncio.gather(*subscriptions, return_exceptions=True)
     return dict(tokens)
 
 

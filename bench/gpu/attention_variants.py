@@ -17,9 +17,10 @@ from radixkv.model.attention.refused_attention import (
 
 QUANTIZED = (torch.float8_e4m3fn, torch.int8, INT4)
 
-# served: the kernel that the service uses in fast mode. plain: this kernel, then the one that loads K/V through plain
-# pointers, then exact mode, each over a pool that is not quantized. pointers: without warp specialization.
-# specialized: the kernel that loads through pointers, then the warp-specialized ones. all: everything.
+# `served`: the kernel that the service uses in fast mode. `plain`: the kernel of `served`, then the one that loads K/V
+# through plain pointers, then exact mode, each over a pool that is not quantized. `pointers`: the kernels without warp
+# specialization. `specialized`: the kernel that loads through pointers, then the warp-specialized ones. `all`: the
+# variants of `pointers` and `specialized`, but blocks are dequantized first for only one of both kernels.
 CHOICES = ("served", "plain", "pointers", "specialized", "all")
 
 
@@ -69,20 +70,23 @@ def variants(case: AttentionCase, choice: str, allowed: Permissions, dequantized
     cases: list[AttentionCase] = []
     quantized = [replace(case, kv_dtype=kv_dtype) for kv_dtype in QUANTIZED]
     if choice == "plain":
-        cases += [replace(case, is_specialized=False)] * case.is_specialized
+        if case.is_specialized:
+            cases.append(replace(case, is_specialized=False))
         return [*cases, replace(case, is_specialized=allowed.specialized_exact, is_exact=True)]
     if choice in ("pointers", "all"):
         cases += [replace(case, is_shuffled=False), replace(case, is_exact=True)]
     if choice in ("specialized", "all"):
-        cases += [replace(case, is_specialized=True)] * allowed.specialized
-        cases += [replace(case, is_specialized=True, is_exact=True)] * allowed.specialized_exact
+        if allowed.specialized:
+            cases.append(replace(case, is_specialized=True))
+        if allowed.specialized_exact:
+            cases.append(replace(case, is_specialized=True, is_exact=True))
     if choice in ("pointers", "all"):
         cases += quantized
     if case.suffix_tokens < dequantized_suffix:
         return cases
-    first = [replace(variant, is_dequantized_first=True) for variant in quantized]
+    dequantized = [replace(variant, is_dequantized_first=True) for variant in quantized]
     if choice in ("specialized", "all") and allowed.specialized_dequantized:
-        cases += [replace(variant, is_specialized=True) for variant in first]
+        cases += [replace(variant, is_specialized=True) for variant in dequantized]
     elif choice in ("pointers", "all") and allowed.dequantized:
-        cases += first
+        cases += dequantized
     return cases

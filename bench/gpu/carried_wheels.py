@@ -20,7 +20,7 @@ WHEELS = {
     "fa3-fwd": "0.0.3",
 }
 _PYTHON = "3.12"
-_GLIBC_MINOR_VERSIONS = (17, 24, 27, 28, 31, 34, 35)  # pip compares names of platforms literally
+_GLIBC_MINOR_VERSIONS = (17, 24, 27, 28, 31, 34, 35)  # pip finds only wheels whose platform is named exactly
 
 
 def download_command(name: str, version: str, folder: Path) -> list[str]:
@@ -43,8 +43,9 @@ def main() -> int:
     missing = []
     for name, version in WHEELS.items():
         if name not in options.without:
-            done = subprocess.run(download_command(name, version, options.folder), check=False)
-            missing += [name] * (done.returncode != 0)
+            completed = subprocess.run(download_command(name, version, options.folder), check=False)
+            if completed.returncode != 0:
+                missing.append(name)
     wheels = sorted(options.folder.glob("*.whl"))
     for wheel in wheels:
         print(f"{wheel.stat().st_size / 1e6:>6.2f} MB  {wheel.name}")

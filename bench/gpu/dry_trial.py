@@ -1,4 +1,4 @@
-"""The process of a trial on a machine without a GPU: runs the candidates for Hopper in Triton's interpreter."""
+"""Runs one trial on a machine without a GPU: tries the candidates for Hopper in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from radixkv.model.attention.interface import AttentionUse
 from radixkv.model.attention.triton_kernels import TritonKernels, candidates
 from radixkv.startup import attention_trial
 
-CAPABILITY = (9, 0)
+CAPABILITY = (9, 0)  # of a Hopper GPU
 
 
 def hopper_candidates(use: AttentionUse) -> dict[str, TritonKernels]:
@@ -19,6 +19,7 @@ def hopper_candidates(use: AttentionUse) -> dict[str, TritonKernels]:
 
 def main() -> int:
     """Run the trial that is described on stdin; see `attention_trial.main`."""
+    # The trial looks up its kernels with the function of this name.
     vars(attention_trial)["attention_candidates"] = hopper_candidates
     with interpreted():
         return attention_trial.main()

@@ -29,7 +29,7 @@ _PEERS = "sdpa_flash sdpa_cudnn cudnn_merged fa3_fwd sglang"
 
 # Each kernel has its own process, since after an illegal access a process cannot use the GPU any more. A first process
 # warms the machine up, and a trial that timed out is repeated while no other trial runs. All of this has 85 s, less
-# than the 95 s of the stage, so that the trial of every kernel ends.
+# than the 95 s of the stage, so that the trial of every kernel ends before the stage is killed.
 _TRIALS = Stage(
     "trials",
     95,
@@ -51,7 +51,7 @@ _LOOK = (
     ),
 )
 
-# The stages from `start` to `decode` share two servers. Among them, checks of correctness come before measurements.
+# The stages from `start` to `decode` share two servers. Those that check correctness come before those that measure.
 _PRODUCT = (
     Stage("warm", 60, _SERVER_IMPORTS, "-m bench.gpu.product.warm", tries_kernels=True),
     Stage("start", 110, _SERVER_IMPORTS, "-m bench.gpu.product.start", uses_passed_kernels=True, servers="start"),
@@ -155,7 +155,7 @@ _KERNELS = (
     ),
 )
 
-# Steps of 2,048 tokens: in steps of 512 the device may wait for launches, which would count as time of the model.
+# `--step-tokens 2048`: in steps of 512 tokens the device may wait for launches, which would count as time of the model.
 _COMPARISONS = (
     _TRIALS,
     Stage(
@@ -182,7 +182,7 @@ _COMPARISONS = (
         "-m bench.bookkeeping --shape tiny --rounds 1 --prompts 100 --batches 4 --generations 2 --new-tokens 5",
         uses_passed_kernels=True,
     ),
-    # Compiled for each shape by torch.compile or nvcc, so each may use its whole time limit.
+    # The remaining stages compile kernels for each shape, with torch.compile or nvcc, and may need their whole limits.
     Stage(
         "flex",
         45,

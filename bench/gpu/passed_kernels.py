@@ -16,7 +16,7 @@ class PassedKernels:
         self._has_tried = False
 
     def note(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Record the rows of a stage. Rows of trials have `kernels`, `mode` and `is_right`; other rows are ignored."""
+        """Record the trials of a stage: rows with `kernels`, `mode` and `is_right`. Other rows are ignored."""
         self._has_tried = True
         self._passed |= {(row["kernels"], row["mode"]) for row in rows if "kernels" in row and row["is_right"]}
 
@@ -25,8 +25,8 @@ class PassedKernels:
         return any((name, mode) in self._passed for name in names for mode in MODES)
 
     def environment(self) -> dict[str, str]:
-        """Return the variable with which other processes do not use refused kernels; empty before the first `note`."""
+        """Return the variable that keeps other processes from using refused kernels; empty before the first `note`."""
         if not self._has_tried:
             return {}
-        on_gpu = [(name, mode) for name in NAMES if name != NATIVE for mode in MODES]
-        return {VARIABLE: format_refused(each for each in on_gpu if each not in self._passed)}
+        gpu_kernels = [(name, mode) for name in NAMES if name != NATIVE for mode in MODES]
+        return {VARIABLE: format_refused(kernel for kernel in gpu_kernels if kernel not in self._passed)}

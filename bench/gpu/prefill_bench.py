@@ -31,8 +31,8 @@ _TOLERANCE = 0.1
 # A long suffix is also computed in steps of this size, in which the device may wait for launches.
 _SHORT_STEP_TOKENS = 512
 
-# After a prefix of at least this length, a prompt takes seconds without the cache, so it is recomputed only once.
-_RECOMPUTED_ONCE = 32_768
+# Without the cache, a prompt with a prefix of at least this length takes seconds, so it is recomputed only once.
+_LONG_PREFIX_TOKENS = 32_768
 
 
 class PrefillBench:
@@ -40,9 +40,9 @@ class PrefillBench:
 
     Args:
         runner: a runner whose pool can hold the longest prompt twice.
-        longest_prefix: tokens of the long prompt.
+        longest_prefix: number of tokens of the long prompt.
         step_tokens: maximum number of tokens per forward pass.
-        rates: rates of this device.
+        rates: memory and matmul rates of this device.
     """
 
     def __init__(self, runner: Runner, longest_prefix: int, step_tokens: int, rates: DeviceRates) -> None:
@@ -56,26 +56,28 @@ class PrefillBench:
         )
         self._core_of_short_steps = EngineCore.build(runner, cache, EngineConfig(max_step_tokens=_SHORT_STEP_TOKENS))
         self._random = np.random.default_rng(0)
-        self._long_prompt = self._draw(longest_prefix)
-        self._numbers = itertools.count()
+        self._long_prompt = self._draw_tokens(longest_prefix)
+        self._first_suffix_tokens = itertools.count()
 
     @functools.cached_property
     def _transformers(self) -> TransformersPrefix:
         return TransformersPrefix(self._model, self._long_prompt, self._step_tokens)
 
-    def _draw(self, num_tokens: int) -> Tokens:
+    def _draw_tokens(self, num_tokens: int) -> Tokens:
         return self._random.integers(0, self._model.vocab_size, num_tokens).astype("<u4")
 
-    def keep(self, prefix_tokens: int) -> None:
+    def cache_prefix(self, prefix_tokens: int) -> None:
         """Compute this prefix of the long prompt, so that it is cached."""
         if prefix_tokens:
             self.ask(self._long_prompt[:prefix_tokens])
 
     def prompt(self, suffix_tokens: int, prefix_tokens: int) -> Tokens:
         """Build a prompt of which exactly the prefix is cached: no two suffixes begin with the same token."""
-        suffix = self._draw(suffix_tokens)
-        used = {int(token) for token in (*self._long_prompt[:1], *self._long_prompt[prefix_tokens : prefix_tokens + 1])}
-        suffix[0] = next(number for number in self._numbers if number not in used)
+        suffix = self._draw_tokens(suffix_tokens)
+        # More of the long prompt than the prefix may be cached, so the suffix must not begin like its continuation.
+        next_token = self._long_prompt[prefix_tokens : prefix_tokens + 1]
+        excluded = {int(token) for token in (*self._long_prompt[:1], *next_token)}
+        suffix[0] = next(token for token in self._first_suffix_tokens if token not in excluded)
         assert suffix[0] < self._model.vocab_size, (
             "every token of the vocabulary is already the first token of a suffix"
         )
@@ -101,55 +103,63 @@ class PrefillBench:
             other variant of radixkv is timed alternately with the cached prompt. The ratio of a variant is its time
             divided by the time to first token.
         """
-        self.keep(prefix_tokens)
+        self.cache_prefix(prefix_tokens)
         row, prompt, logits = self._compare(suffix_tokens, prefix_tokens)
         if logits is None:
             yield row
             return
-        seconds: dict[str, list[float]] = {"ttft": []}
-        make = functools.partial(self.prompt, suffix_tokens, prefix_tokens)
+
+        seconds: dict[str, list[float]] = {"ttft": []}  # by variant
+        make_prompt = functools.partial(self.prompt, suffix_tokens, prefix_tokens)
         for _ in range(rounds):
-            seconds["ttft"].append(_seconds_until(functools.partial(self.ask, make())))
-        yield self._with_medians(row, seconds)
+            seconds["ttft"].append(_time_call(functools.partial(self.ask, make_prompt())))
+        yield self._add_medians(row, seconds)
+
         variants: dict[str, Callable[[Tokens], float]] = {}
         if (core := self._core_without_graphs) is not None:
-            variants["launched"] = lambda new: _seconds_until(lambda: self.ask(new, core=core))
+            variants["launched"] = lambda prompt: _time_call(lambda: self.ask(prompt, core=core))
         if suffix_tokens > _SHORT_STEP_TOKENS:
-            variants["short_steps"] = lambda new: _seconds_until(lambda: self.ask(new, core=self._core_of_short_steps))
-        variants["recompute"] = lambda new: _seconds_until(lambda: self.ask(new, reads=False))
-        for variant, timed in variants.items():
-            is_slow = variant == "recompute" and prefix_tokens >= _RECOMPUTED_ONCE
+            variants["short_steps"] = lambda prompt: _time_call(
+                lambda: self.ask(prompt, core=self._core_of_short_steps)
+            )
+        variants["recompute"] = lambda prompt: _time_call(lambda: self.ask(prompt, reads=False))
+        for variant, time_variant in variants.items():
+            is_slow = variant == "recompute" and prefix_tokens >= _LONG_PREFIX_TOKENS
             try:
-                self._time_in_turn(variant, timed, make, seconds, 1 if is_slow else rounds)
+                self._time_in_turn(variant, time_variant, make_prompt, seconds, 1 if is_slow else rounds)
             except Exception as raised:  # noqa: BLE001 - out of memory, say; the other variants are timed
                 row[f"{variant}_reason"] = describe_error(raised)
-            yield self._with_medians(row, seconds)
+            yield self._add_medians(row, seconds)
+
         row |= self._compare_with_transformers(prompt, prefix_tokens, logits)
         if row["transformers_reason"] is None:
-            with self._transformers.running():  # switched outside of the timed calls
+            with self._transformers.running():  # the attention is switched outside of the timed calls
                 for _ in range(rounds):
                     self._transformers.restore(prefix_tokens)
-                    answer = functools.partial(self._transformers.next_token, make()[prefix_tokens:], prefix_tokens)
-                    took_s = _seconds_until(answer)
-                    seconds.setdefault("transformers", []).append(took_s)
-        yield self._with_medians(row, seconds)
+                    answer_prompt = functools.partial(
+                        self._transformers.next_token, make_prompt()[prefix_tokens:], prefix_tokens
+                    )
+                    elapsed_s = _time_call(answer_prompt)
+                    seconds.setdefault("transformers", []).append(elapsed_s)
+        yield self._add_medians(row, seconds)
 
     def _time_in_turn(
         self,
         variant: str,
-        timed: Callable[[Tokens], float],
-        make: Callable[[], Tokens],
+        time_variant: Callable[[Tokens], float],
+        make_prompt: Callable[[], Tokens],
         seconds: dict[str, list[float]],
         rounds: int,
     ) -> None:
         """Time a variant alternately with the cached prompt. Each time has a new prompt, since prompts are cached."""
         for _ in range(rounds):
-            seconds["ttft"].append(_seconds_until(functools.partial(self.ask, make())))
-            took_s = timed(make())
-            seconds.setdefault(variant, []).append(took_s)
+            seconds["ttft"].append(_time_call(functools.partial(self.ask, make_prompt())))
+            elapsed_s = time_variant(make_prompt())
+            seconds.setdefault(variant, []).append(elapsed_s)
 
-    def _with_medians(self, row: Row, seconds: dict[str, list[float]]) -> Row:
-        row |= {f"{variant}_ms": statistics.median(each) * 1e3 for variant, each in seconds.items()}
+    def _add_medians(self, row: Row, seconds: dict[str, list[float]]) -> Row:
+        """Set the median times and the ratios of the variants that have been timed. Returns the same row."""
+        row |= {f"{variant}_ms": statistics.median(times_s) * 1e3 for variant, times_s in seconds.items()}
         row["weights_ratio"] = row["ttft_ms"] / self.weights_ms
         row |= {f"{variant}_ratio": row[f"{variant}_ms"] / row["ttft_ms"] for variant in seconds if variant != "ttft"}
         return row
@@ -158,8 +168,8 @@ class PrefillBench:
         """Compute a prompt with the cache and without, and compare the answers. This also warms up.
 
         Returns:
-            The row so far, the prompt, and its logits; None for the logits if the answers differ, or if another number
-            of tokens was cached than the prefix has.
+            The row so far, the prompt, and its logits; None for the logits if the answers differ, or if the number of
+            cached tokens is not that of the prefix.
         """
         prompt = self.prompt(suffix_tokens, prefix_tokens)
         warm = self.ask(prompt, wants_logits=True)
@@ -170,7 +180,7 @@ class PrefillBench:
         assert warm.logits is not None
         assert cold.logits is not None
         error = _difference(warm.logits, cold.logits)
-        row: Row = {"is_right": error <= (0 if self._model.is_exact else _TOLERANCE), "error": _number(error)}
+        row: Row = {"is_right": error <= (0 if self._model.is_exact else _TOLERANCE), "error": _finite_or_none(error)}
         if not row["is_right"]:
             return {**row, "reason": f"the cache changes the answer: off by {error:.3g}"}, prompt, None
         return row, prompt, warm.logits
@@ -180,32 +190,32 @@ class PrefillBench:
             with self._transformers.running():
                 self._transformers.restore(prefix_tokens)
                 error = _difference(self._transformers.logits(prompt[prefix_tokens:], prefix_tokens), logits)
-        except Exception as raised:  # noqa: BLE001 - whatever it is, our own times are taken
+        except Exception as raised:  # noqa: BLE001 - whatever transformers raises, radixkv's times are valid
             return {"transformers_error": None, "transformers_reason": describe_error(raised)}
         reason = None if error <= _TOLERANCE else f"wrong: off by {error:.3g}, at most {_TOLERANCE}"
-        return {"transformers_error": _number(error), "transformers_reason": reason}
+        return {"transformers_error": _finite_or_none(error), "transformers_reason": reason}
 
     @property
     def weights_ms(self) -> float:
-        """Return the milliseconds to read all weights once, except embeddings, of which one row per token is read."""
+        """Milliseconds to read all weights once, without the embeddings, of which only one row per token is read."""
         module = self._model.module
         embeddings = module.get_input_embeddings().weight
         num_bytes: int = sum(each.nbytes for each in module.parameters() if each is not embeddings)
         return num_bytes / self._rates.bytes_per_s * 1e3
 
 
-def _seconds_until(answer: Callable[[], object]) -> float:
-    """Return the seconds until the answer is available."""
+def _time_call(call: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
     start_s = time.perf_counter()
-    answer()
+    call()
     return time.perf_counter() - start_s
 
 
 def _difference(got: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
-    """Return the error of logits relative to their norm; infinite if one is not finite."""
+    """Return the error of logits relative to their norm; infinite if a logit is not finite."""
     error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
     return error if np.isfinite(error) else float("inf")
 
 
-def _number(error: float) -> float | None:
+def _finite_or_none(error: float) -> float | None:
     return error if np.isfinite(error) else None

@@ -38,10 +38,10 @@ ROOT = Path(__file__).parents[2]
 
 _SGLANG = "sglang_wheel"  # where stages look for SGLang's wheel
 _MAX_SHOWN_LINES = 100
-_MAX_SHOWN_LINES_OF_PRODUCT = 12  # a remote run returns only the end of the output, which its table must fit into
-_DRY_BUDGETS = 20  # factor: the interpreter is slow, and a dry run may share its cores
+_MAX_SHOWN_LINES_OF_PRODUCT = 12  # a remote run returns only the end of the output, and its table must fit into it
+_DRY_BUDGET_FACTOR = 20  # Triton's interpreter is slow, and a dry run may share its cores
 
-# pytest's settings in pyproject.toml need plugins that the machine may lack.
+# Replaces pytest's settings in pyproject.toml, which need plugins that the machine may lack.
 _PYTEST_INI = """\
 [pytest]
 pythonpath = .
@@ -56,7 +56,7 @@ markers =
 
 
 def lay_out(folder: Path, sglang: Path | None) -> None:
-    """Lay out the import namespace with links, as an installation would: kernels and service inside radixkv.
+    """Lay out the import namespace with links, as an installation would, with kernels and service inside radixkv.
 
     Args:
         folder: an empty folder.
@@ -97,14 +97,18 @@ def _choose_stages(stages: Sequence[Stage], only: Sequence[str] | None) -> list[
     if not only:
         return list(stages)
     is_chosen = [stage.name in only for stage in stages]
-    last_using = max((i for i, stage in enumerate(stages) if is_chosen[i] and stage.servers == "use"), default=0)
+
+    server_users = (i for i, stage in enumerate(stages) if is_chosen[i] and stage.servers == "use")
+    last_server_user = max(server_users, default=0)
     for i, stage in enumerate(stages):
-        is_chosen[i] |= stage.servers == "start" and i < last_using
-    limited = (
+        is_chosen[i] |= stage.servers == "start" and i < last_server_user
+
+    # A stage that starts servers, chosen above, may also depend on trials.
+    trial_users = (
         i for i, stage in enumerate(stages) if is_chosen[i] and (stage.uses_passed_kernels or stage.needs_kernels)
     )
-    last_limited = max(limited, default=0)
-    return [stage for i, stage in enumerate(stages) if is_chosen[i] or (stage.tries_kernels and i < last_limited)]
+    last_trial_user = max(trial_users, default=0)
+    return [stage for i, stage in enumerate(stages) if is_chosen[i] or (stage.tries_kernels and i < last_trial_user)]
 
 
 class _PartRun:
@@ -127,30 +131,30 @@ class _PartRun:
         write_json(self._file, self._report)
 
     def run(self, stages: Sequence[Stage]) -> bool:
-        """Run the stages in turn until the time is over.
+        """Run the stages in turn. Stages for which no time is left are reported as not run.
 
         Returns whether all stages succeeded, except optional ones that were not started.
         """
         report, is_good = self._report, True
-        end_s = time.monotonic() + self._options.seconds * (_DRY_BUDGETS if self._options.dry_run else 1)
+        end_s = time.monotonic() + self._options.seconds * (_DRY_BUDGET_FACTOR if self._options.dry_run else 1)
         print(f"== {report['part']}: {report['machine']['gpu'] or 'no GPU'}, {report['versions']}")
         print(f"modules that cannot be imported: {', '.join(report['missing_imports']) or 'nothing'}", flush=True)
         shown_lines = _MAX_SHOWN_LINES_OF_PRODUCT if report["part"] == "product" else _MAX_SHOWN_LINES
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-            folder = Path(name)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder_name:
+            folder = Path(folder_name)
             lay_out(folder, self._options.sglang)
             try:
                 for stage in stages:
                     print(f"\n== {stage.name}", flush=True)
                     if stage.servers is None:
                         stop_servers(folder)
-                    budget_s = stage.budget_s * (_DRY_BUDGETS if self._options.dry_run else 1)
+                    budget_s = stage.budget_s * (_DRY_BUDGET_FACTOR if self._options.dry_run else 1)
                     outcome = self._run_stage(stage, folder, min(budget_s, end_s - time.monotonic()))
                     if stage.tries_kernels:
                         self._passed_kernels.note((outcome["result"] or {}).get("rows", []))
-                    self._note(stage.name, outcome)
-                    is_left_out = stage.is_optional and outcome["command"] is None
-                    is_good &= outcome["outcome"] == "ran" or is_left_out
+                    self._write_outcome(stage.name, outcome)
+                    is_skipped_optional = stage.is_optional and outcome["command"] is None
+                    is_good &= outcome["outcome"] == "ran" or is_skipped_optional
                     print("\n".join(outcome["output"].splitlines()[-shown_lines:]), flush=True)
             finally:
                 stop_servers(folder)
@@ -160,8 +164,8 @@ class _PartRun:
         return is_good
 
     def _run_stage(self, stage: Stage, folder: Path, budget_s: float) -> Outcome:
-        if lacking := missing_imports(stage.needs):
-            return _not_run(f"not run: {', '.join(lacking)} cannot be imported")
+        if missing := missing_imports(stage.needs):
+            return _not_run(f"not run: {', '.join(missing)} cannot be imported")
         if stage.needs_kernels and not self._passed_kernels.has_passed(stage.needs_kernels):
             return _not_run(f"not run: {', '.join(stage.needs_kernels)}: no trial passed")
         if budget_s <= 0:
@@ -172,17 +176,17 @@ class _PartRun:
             _command(stage, self._options),
             folder,
             budget_s,
-            lambda outcome: self._note(stage.name, outcome),
+            lambda outcome: self._write_outcome(stage.name, outcome),
             environment,
         )
 
-    def _note(self, name: str, outcome: Outcome) -> None:
+    def _write_outcome(self, name: str, outcome: Outcome) -> None:
         self._report["stages"][name] = outcome
         write_json(self._file, self._report)
 
 
-def _not_run(why: str) -> Outcome:
-    return {"outcome": why, "seconds": 0.0, "command": None, "result": None, "output": ""}
+def _not_run(reason: str) -> Outcome:
+    return {"outcome": reason, "seconds": 0.0, "command": None, "result": None, "output": ""}
 
 
 def _command(stage: Stage, options: argparse.Namespace) -> list[str]:
@@ -207,7 +211,7 @@ def format_outcomes(outcomes: Mapping[str, Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _end(signal_number: int, frame: FrameType | None) -> None:
+def _exit_on_signal(signal_number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signal_number)  # unwinding the stack kills the running stage
 
 
@@ -225,5 +229,5 @@ def _parse(arguments: Sequence[str] | None, parts: Mapping[str, Sequence[Stage]]
 
 def run_and_exit() -> None:
     """Run as a program: SIGTERM also ends the running stage."""
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     sys.exit(main())

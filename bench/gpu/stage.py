@@ -14,17 +14,17 @@ class Stage:
 
     Attributes:
         name: name of the stage.
-        budget_s: seconds after which it is killed.
-        needs: modules without which it is not started.
+        budget_s: seconds after which the process is killed.
+        needs: modules without which the process is not started.
         command: arguments of `python`.
         dry_command: arguments of `python` for a small run on a CPU; None for `command` with `--dry-run`.
-        takes_sglang: whether it has the option `--sglang FOLDER`.
-        tries_kernels: whether its rows report which attention kernels passed their trial.
-        uses_passed_kernels: whether it uses only attention kernels that passed their trial.
+        takes_sglang: whether the command has the option `--sglang FOLDER`.
+        tries_kernels: whether the rows of the stage report which attention kernels passed their trial.
+        uses_passed_kernels: whether the stage uses only attention kernels that passed their trial.
         needs_kernels: attention kernels of which at least one must have passed; otherwise the stage is not started.
         is_optional: whether the run succeeds if this stage is not started, for example because a module is missing.
-        servers: `start` for the stage that starts the servers of the part, `use` for a stage that needs them. They are
-            stopped before any other stage.
+        servers: `start` for the stage that starts the servers of the part, `use` for a stage that needs them, and
+            None for any other stage, before which the servers are stopped.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Stage:
 
 
 def missing_imports(names: Sequence[str]) -> list[str]:
-    """Return the modules that cannot be imported on this machine."""
-    return [name for name in names if not _is_there(name)]
+    """Return the modules that are not found on this machine. A module that is found may still fail to import."""
+    return [name for name in names if not _is_found(name)]
 
 
-def _is_there(name: str) -> bool:
+def _is_found(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the package that contains it
+    except ModuleNotFoundError:  # the package that contains the module is missing
         return False

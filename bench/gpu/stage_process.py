@@ -21,7 +21,7 @@ _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
 _OUTPUT_CHARACTERS = 20_000
 _CHECK_PERIOD_S = 0.1  # between two checks of the file of a stage
-_REPORT_PERIOD_S = 5.0  # between two reports of a stage that prints, but writes no row
+_REPORT_PERIOD_S = 5.0  # between two reports of a stage that prints but writes no row
 _KILL_TIMEOUT_S = 10.0
 
 
@@ -40,8 +40,8 @@ def run_stage(
         command: arguments of `python`, without the result file.
         folder: folder with the import namespace; the stage's own files are written there too.
         budget_s: seconds after which the stage and all processes it started are killed.
-        report: called with the outcome so far: about a tenth of a second after each row, and after some seconds if the
-            stage prints but writes no row.
+        report: is called with the outcome so far: about a tenth of a second after each row, and every few seconds while
+            the stage prints but writes no row.
         environment: variables of the stage, in addition to those of this process.
 
     Returns:
@@ -51,7 +51,7 @@ def run_stage(
     files = _StageFiles(folder / f"{name}.json", folder / f"{name}.log", shlex.join(["python", *command]))
     with files.log.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
-            [sys.executable, *command, "--json", str(files.file)],
+            [sys.executable, *command, "--json", str(files.result_file)],
             cwd=folder,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -60,56 +60,56 @@ def run_stage(
             start_new_session=True,
         )
         try:
-            outcome = _watch(process, files, budget_s, report)
-        finally:  # also the processes that the stage started
-            _kill_group(process)
-    return files.outcome(outcome)
+            ending = _watch(process, files, budget_s, report)
+        finally:
+            _kill_group(process)  # also the processes that the stage started
+    return files.read_outcome(ending)
 
 
 class _StageFiles:
     """The files of a stage, and what was last read from them."""
 
-    def __init__(self, file: Path, log: Path, command: str) -> None:
-        self.file = file
+    def __init__(self, result_file: Path, log: Path, command: str) -> None:
+        self.result_file = result_file
         self.log = log
         self._command = command
         self._start_s = time.monotonic()
-        self._written: tuple[int, int] | None = None
+        self._read_stamp: tuple[int, int] | None = None  # of the result file that was last read
         self._reported_s = self._start_s
         self._logged_bytes = 0
         self._result: Any = None
 
     def has_update(self) -> bool:
-        """Whether there is a new row, or output that was not reported for some seconds."""
+        """Whether there is a new row, or, some seconds after the last report, new output."""
         return self._has_new_rows() or (
             time.monotonic() - self._reported_s > _REPORT_PERIOD_S and self.log.stat().st_size != self._logged_bytes
         )
 
     def _has_new_rows(self) -> bool:
-        return self._stamp() not in (None, self._written)
+        return self._stamp() not in (None, self._read_stamp)
 
     def _stamp(self) -> tuple[int, int] | None:
-        """Return a value that changes whenever the file is replaced."""
+        """Return a value that changes whenever the result file is replaced; None if there is no file."""
         try:
-            state = self.file.stat()
+            status = self.result_file.stat()
         except FileNotFoundError:
             return None
-        return state.st_ino, state.st_mtime_ns
+        return status.st_ino, status.st_mtime_ns
 
-    def outcome(self, outcome: str) -> Outcome:
-        """Read the files, and return everything that is known about the stage."""
+    def read_outcome(self, ending: str) -> Outcome:
+        """Read the files, and return the outcome as `run_stage` does, with the given words for how the stage ended."""
         stamp = self._stamp()
         if stamp is not None:
             try:
-                self._result = json.loads(self.file.read_text(encoding="utf-8"))
-            except ValueError:  # partly written; the earlier rows are kept
+                self._result = json.loads(self.result_file.read_text(encoding="utf-8"))
+            except ValueError:  # the file is partly written; the rows that were read earlier are kept
                 stamp = None
-        self._written = stamp
+        self._read_stamp = stamp
         output = self.log.read_text(encoding="utf-8", errors="replace")
         self._reported_s = time.monotonic()
         self._logged_bytes = self.log.stat().st_size
         return {
-            "outcome": outcome,
+            "outcome": ending,
             "seconds": time.monotonic() - self._start_s,
             "command": self._command,
             "result": self._result,
@@ -127,7 +127,7 @@ def _watch(
             status = process.wait(timeout=min(_CHECK_PERIOD_S, left_s))
         except subprocess.TimeoutExpired:
             if files.has_update():
-                report(files.outcome("runs"))
+                report(files.read_outcome("runs"))
         else:
             return "ran" if status == 0 else f"failed with status {status}"
     return f"out of time after {budget_s:.0f} s"

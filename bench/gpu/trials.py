@@ -1,10 +1,10 @@
 """Tries the attention kernels, each in its own process with a time limit, before anything else uses them.
 
     python -m bench.gpu.trials --json build/trials.json
-    python -m bench.gpu.trials --dry-run                  # through the interpreter
+    python -m bench.gpu.trials --dry-run                  # through Triton's interpreter
 
 The trial is the one by which the service chooses its kernels; see `radixkv/startup/attention_trial.py`. A kernel that
-blocks or crashes the device does so here, and not in a later stage.
+blocks or crashes the device does so during its trial, and not in a later stage.
 
 On a machine that was just started, importing PyTorch and creating a CUDA context can take longer than a trial. So a
 separate process does both first, and a trial that times out is repeated alone before its kernel is refused.
@@ -50,7 +50,7 @@ if torch.cuda.is_available():
 
 
 class KernelTrial(NamedTuple):
-    """The names of the kernels of one trial, and the use that they are tried for."""
+    """The name of the kernels of one trial, and the use that they are tried for."""
 
     name: str
     use: AttentionUse
@@ -72,9 +72,10 @@ def trials(names: Sequence[str], modes: Sequence[str], *, is_dry_run: bool) -> l
     by_kernel: dict[tuple[str, bool], KernelTrial] = {}
     for use in uses(device, shape, kind, modes):
         refused = refused_names(_mode(use))
-        others = [FLASHINFER] if flashinfer_candidate(use) is not None else []
-        for name in (*candidates(use), *others):
+        flashinfer = [FLASHINFER] if flashinfer_candidate(use) is not None else []
+        for name in (*candidates(use), *flashinfer):
             if name in names and name not in refused:
+                # Kernels that support a plain pool are not tried again over a quantized one.
                 by_kernel.setdefault((name, use.is_exact), KernelTrial(name, use))
     return list(by_kernel.values())
 
@@ -85,7 +86,7 @@ def trial_module(*, is_dry_run: bool) -> str:
 
 
 def warm_up(limit_s: float) -> None:
-    """Import PyTorch and use the GPU in another process, so that its files are in memory before the first trial."""
+    """Import PyTorch and use the GPU in another process, so that PyTorch's files are cached before the first trial."""
     with contextlib.suppress(subprocess.TimeoutExpired):  # the trials then report the error
         subprocess.run([sys.executable, "-c", _WARM_UP], check=False, timeout=limit_s)
 
@@ -106,21 +107,24 @@ def measure_trials(
     Yields:
         A row for each trial, as soon as it has ended.
     """
-    late: list[tuple[KernelTrial, Row]] = []
+    timed_out: list[tuple[KernelTrial, Row]] = []
     with ThreadPoolExecutor(workers) as pool:
-        started = {pool.submit(_row, trial, module, limit_s): trial for trial in kernel_trials}
-        for done in as_completed(started):
-            row = done.result()
+        trial_of_future = {pool.submit(_run_trial, trial, module, limit_s): trial for trial in kernel_trials}
+        for future in as_completed(trial_of_future):
+            row = future.result()
             if row["is_late"]:
-                late.append((started[done], row))
+                timed_out.append((trial_of_future[future], row))
             else:
                 yield row
-    for trial, row in late:
-        left_s = min(limit_s, deadline_s - time.monotonic())
-        yield {**_row(trial, module, left_s), "is_repeated": True} if left_s > 0 else row
+    for trial, first_row in timed_out:
+        remaining_s = min(limit_s, deadline_s - time.monotonic())
+        if remaining_s > 0:
+            yield {**_run_trial(trial, module, remaining_s), "is_repeated": True}
+        else:
+            yield first_row
 
 
-def _row(trial: KernelTrial, module: str, limit_s: float) -> Row:
+def _run_trial(trial: KernelTrial, module: str, limit_s: float) -> Row:
     start_s, reason = time.monotonic(), None
     try:
         try_attention(*trial, command=(sys.executable, "-m", module), timeout_s=limit_s)
@@ -169,8 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Try attention kernels in separate processes.")
-    ours = [name for name in (*NAMES, POINTERS) if name != FLASHINFER]
-    parser.add_argument("--kernels", nargs="+", choices=(*NAMES, POINTERS), default=ours)
+    default_names = [name for name in (*NAMES, POINTERS) if name != FLASHINFER]
+    parser.add_argument("--kernels", nargs="+", choices=(*NAMES, POINTERS), default=default_names)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--limit-s", type=float, default=60, help="seconds for each trial; default 60")
     parser.add_argument(

@@ -48,42 +48,50 @@ class PredictorRow:
     ) -> PredictorRow:
         """Divide the bits of each document by its bytes."""
         sizes = [len(document.text.encode()) for document in documents]
-        each = {document.title: n / size for document, n, size in zip(documents, bits, sizes, strict=True)}
-        return cls(predictor, knows_training_text, each, sum(bits) / sum(sizes))
+        by_title = {
+            document.title: num_bits / size for document, num_bits, size in zip(documents, bits, sizes, strict=True)
+        }
+        return cls(predictor, knows_training_text, by_title, sum(bits) / sum(sizes))
 
 
 def measure(held_out: list[Document], training: list[Document]) -> Iterator[PredictorRow]:
     """Yield two rows for each compressor and for bigrams, without and with the training text, and one for the model."""
-    before = "\f".join(document.text for document in training).encode()
-    for name, size in COMPRESSORS.items():
-        for known in (b"", before):
-            bits = [float(size(document.text.encode(), known)) for document in held_out]
-            yield PredictorRow.of(name, bool(known), bits, held_out)
+    training_text = "\f".join(document.text for document in training).encode()
+    for name, compressed_bits in COMPRESSORS.items():
+        for known_text in (b"", training_text):
+            bits = [float(compressed_bits(document.text.encode(), known_text)) for document in held_out]
+            yield PredictorRow.of(name, bool(known_text), bits, held_out)
+
     tokenizer = load_tokenizer()
-    end = [tokenizer.pad_token_id]
-    texts = [[*end, *tokenizer.encode(document.text)] for document in held_out]
-    learned = [token for document in training for token in (*end, *tokenizer.encode(document.text))]
-    for known_ids in ([], learned):
+    document_end = tokenizer.pad_token_id
+    held_out_ids = [[document_end, *tokenizer.encode(document.text)] for document in held_out]
+    training_ids = [token for document in training for token in (document_end, *tokenizer.encode(document.text))]
+    for known_ids in ([], training_ids):
         bigram = Bigram(CONFIG["vocab_size"])
         bigram.learn(known_ids)
-        yield PredictorRow.of("bigram of tokens", bool(known_ids), [bigram.copy().bits(ids) for ids in texts], held_out)
+        bits = [bigram.copy().bits(ids) for ids in held_out_ids]
+        yield PredictorRow.of("bigram of tokens", bool(known_ids), bits, held_out)
+
     module = build_tiny_model("sdpa").eval()
-    yield PredictorRow.of("tiny", True, [model_bits(module, torch.tensor(ids)) for ids in texts], held_out)
+    bits = [model_bits(module, torch.tensor(ids)) for ids in held_out_ids]
+    yield PredictorRow.of("tiny", True, bits, held_out)
 
 
 def main() -> None:
     """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description="Measure bits per byte of held-out text.")
-    parser.add_argument("--characters", type=int, help="read this many of each held-out document")
+    parser.add_argument(
+        "--characters", type=int, help="number of characters to read of each held-out document (default: all)"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     held_out = [Document(each.source, each.text[: options.characters]) for each in held_out_documents()]
     rows = []
     for row in measure(held_out, training_documents()):
         rows.append(row)
-        known = "after the training text" if row.knows_training_text else "alone"
-        each = ", ".join(f"{title} {bits:.3f}" for title, bits in row.bits_per_byte.items())
-        print(f"{row.predictor:>16} {known:>24}: {row.all:.3f} bits per byte ({each})", flush=True)
+        training = "after the training text" if row.knows_training_text else "alone"
+        by_title = ", ".join(f"{title} {bits:.3f}" for title, bits in row.bits_per_byte.items())
+        print(f"{row.predictor:>16} {training:>24}: {row.all:.3f} bits per byte ({by_title})", flush=True)
     if options.json:
         write_json(
             options.json, {"rows": [asdict(row) for row in rows], **describe_run("bench.training.bits_per_byte")}

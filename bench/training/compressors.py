@@ -1,4 +1,4 @@
-"""Sizes of texts compressed by gzip and xz, with and without the training text as a dictionary."""
+"""Sizes of texts compressed by gzip and xz, with and without another text that the decompressor already knows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def gzip_bits(text: bytes, before: bytes = b"") -> int:
 
     Args:
         text: the text to compress.
-        before: a text that compressor and decompressor know; its last 32 KiB are the dictionary.
+        before: a text that the compressor and the decompressor know; its last 32 KiB are the dictionary.
     """
     dictionary = before[-_GZIP_WINDOW:]
-    packer = zlib.compressobj(9, wbits=-15, zdict=dictionary) if dictionary else zlib.compressobj(9, wbits=-15)
-    return 8 * len(packer.compress(text) + packer.flush())
+    compressor = zlib.compressobj(9, wbits=-15, zdict=dictionary) if dictionary else zlib.compressobj(9, wbits=-15)
+    return 8 * len(compressor.compress(text) + compressor.flush())
 
 
 def xz_bits(text: bytes, before: bytes = b"") -> int:
@@ -29,10 +29,10 @@ def xz_bits(text: bytes, before: bytes = b"") -> int:
         text: the text to compress.
         before: a text of up to 64 MB that compressor and decompressor know.
     """
-    return _xz_size(before + text) - (_xz_size(before) if before else 0)
+    return _compressed_xz_bits(before + text) - (_compressed_xz_bits(before) if before else 0)
 
 
-def _xz_size(text: bytes) -> int:
+def _compressed_xz_bits(text: bytes) -> int:
     return 8 * len(lzma.compress(text, format=lzma.FORMAT_RAW, filters=_XZ_FILTERS))
 
 

@@ -1,4 +1,4 @@
-"""The training text of the embedded model, five novels and 65 books, and two held-out documents."""
+"""The training text of the embedded model, five novels and 65 books of the Bible, and two held-out documents."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "corpus"
-_TRAINING = ("austen", "king_james")
-_HELD_OUT = "held_out"
+_TRAINING_SOURCES = ("austen", "king_james")
+_HELD_OUT_SOURCE = "held_out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Document:
     """A novel, or a book of the Bible.
 
     Attributes:
-        source: name of the file it is in.
+        source: name of the corpus file that contains it, without `.txt.xz`.
         text: paragraphs, separated by empty lines; each verse of a chapter is a line.
     """
 
@@ -36,12 +36,12 @@ class Document:
 
 def training_documents() -> list[Document]:
     """Read the documents that the model is trained on, 7.6 MB."""
-    return [document for source in _TRAINING for document in _read(source)]
+    return [document for source in _TRAINING_SOURCES for document in _read(source)]
 
 
 def held_out_documents() -> list[Document]:
     """Read the documents that the model is evaluated on, 0.6 MB. They are not part of the training documents."""
-    return _read(_HELD_OUT)
+    return _read(_HELD_OUT_SOURCE)
 
 
 def _read(source: str) -> list[Document]:

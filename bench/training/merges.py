@@ -16,21 +16,24 @@ from tokenizers.trainers import BpeTrainer
 
 from bench.training.corpus import training_documents
 
-NUM_MERGES = 253  # 256 bytes, these, and 3 special tokens are 512
+NUM_MERGES = 253  # 256 single bytes, 253 merged tokens and 3 special tokens make a vocabulary of 512
 
 
 def learn_merges(texts: Iterable[str], num_merges: int = NUM_MERGES) -> list[tuple[str, str]]:
     """Return the pairs that are merged into one token, the most frequent first; `_` stands for a space.
 
     Args:
-        texts: the training texts, without `_` and `+`.
+        texts: the training texts, which must not contain `_` or `+`.
         num_merges: number of merges.
     """
-    letters = ByteLevel.alphabet()
+    byte_characters = ByteLevel.alphabet()  # the tokenizer writes each byte as one of these characters
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     trainer = BpeTrainer(
-        vocab_size=len(letters) + num_merges, initial_alphabet=sorted(letters), show_progress=False, special_tokens=[]
+        vocab_size=len(byte_characters) + num_merges,
+        initial_alphabet=sorted(byte_characters),
+        show_progress=False,
+        special_tokens=[],
     )
     tokenizer.train_from_iterator(texts, trainer)
     pairs = json.loads(tokenizer.to_str())["model"]["merges"]

@@ -9,15 +9,16 @@ import torch
 
 _MOMENTUM = 0.95
 _WEIGHT_DECAY = 0.1
-_UPDATE_RMS = 0.2  # as that of AdamW, so that the same learning rate fits both
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a Newton-Schulz step; after five steps every singular value is near 1
+_UPDATE_RMS = 0.2  # root mean square of an update; that of AdamW is similar, so the same learning rate fits both
+_NUM_NEWTON_SCHULZ_STEPS = 5  # after which every singular value is near 1
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, (x x^T) x and (x x^T)^2 x in each Newton-Schulz step
 
 
 class Muon(torch.optim.Optimizer):
     """Steps along the nearest orthogonal matrix to the momentum, in float32.
 
-    `torch.optim.Muon` computes matmuls in bfloat16, which take twenty times as long on a CPU without instructions for
-    it. Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
+    `torch.optim.Muon` computes matmuls in bfloat16, which take twenty times as long as in float32 on a CPU without
+    instructions for bfloat16. Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
 
     Args:
         parameters: matrices.
@@ -36,7 +37,9 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(parameter)
                 state["momentum"].lerp_(parameter.grad, 1 - _MOMENTUM)
-                update = orthogonal(parameter.grad.lerp(state["momentum"], _MOMENTUM))
+                nesterov_gradient = parameter.grad.lerp(state["momentum"], _MOMENTUM)
+                update = orthogonal(nesterov_gradient)
+                # The root mean square of the elements of `update` is about 1 / sqrt(max(shape)).
                 scale = _UPDATE_RMS * max(parameter.shape) ** 0.5
                 parameter.mul_(1 - group["lr"] * _WEIGHT_DECAY).add_(update, alpha=-scale * group["lr"])
 
@@ -47,7 +50,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
     x = x / (x.norm() + 1e-7)
-    for _ in range(5):
+    for _ in range(_NUM_NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=second, alpha=third), x, beta=first)
     return x.T if is_tall else x

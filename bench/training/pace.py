@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-_WARM_UP = 0.03  # share of the run
-_LAST = 0.02  # last learning rate, as a share of the highest one
+_WARM_UP_SHARE = 0.03  # share of the budget
+_LAST_RATE_SHARE = 0.02  # the last learning rate, as a share of the highest one
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """A budget of compute time or of steps. Runs with the same budget of steps have the same learning rates.
+    """A budget of training time or of steps. Runs with the same budget of steps have the same learning rates.
 
     Attributes:
-        seconds: seconds of training, without interruptions; None for a budget of steps.
+        seconds: seconds spent in training steps; None for a budget of steps.
         steps: number of steps; None for a budget of time.
     """
 
@@ -32,7 +32,7 @@ class Pace:
 
 def learning_rate(share: float, highest: float) -> float:
     """Return the learning rate at a share of the budget: linear warm-up, then a cosine decay to a fiftieth."""
-    if share < _WARM_UP:
-        return highest * share / _WARM_UP
-    fall = (min(share, 1.0) - _WARM_UP) / (1 - _WARM_UP)
-    return highest * (_LAST + (1 - _LAST) * (1 + math.cos(math.pi * fall)) / 2)
+    if share < _WARM_UP_SHARE:
+        return highest * share / _WARM_UP_SHARE
+    decay_progress = (min(share, 1.0) - _WARM_UP_SHARE) / (1 - _WARM_UP_SHARE)
+    return highest * (_LAST_RATE_SHARE + (1 - _LAST_RATE_SHARE) * (1 + math.cos(math.pi * decay_progress)) / 2)

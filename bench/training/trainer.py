@@ -16,7 +16,7 @@ from bench.training.muon import Muon
 from bench.training.pace import Pace, learning_rate
 from bench.training.sequences import STEP_TOKENS, Sequences
 
-HIGHEST_RATE = 6e-3
+HIGHEST_LEARNING_RATE = 6e-3
 _BETAS = (0.9, 0.95)
 _MAX_GRADIENT_NORM = 1.0
 
@@ -46,8 +46,8 @@ class Trainer:
         module: the model, float32.
         sequences: the training sequences.
         pace: the budget.
-        checkpoint: a file that `save` writes, and that is read now if it exists; None for none.
-        now_s: clock in seconds.
+        checkpoint: a file that `save` writes, and that the constructor reads if it exists; None for no checkpoints.
+        now_s: reads the clock that measures steps, in seconds.
 
     Raises:
         ValueError: the checkpoint is that of a run with another seed.
@@ -67,10 +67,10 @@ class Trainer:
         self._checkpoint = checkpoint
         self._now_s = now_s
         matrices = [each for name, each in module.named_parameters() if each.ndim == 2 and "embed" not in name]
-        others = [each for name, each in module.named_parameters() if each.ndim != 2 or "embed" in name]
+        other_parameters = [each for name, each in module.named_parameters() if each.ndim != 2 or "embed" in name]
         self._optimizers = (
-            Muon(matrices, HIGHEST_RATE),
-            torch.optim.AdamW(others, HIGHEST_RATE, betas=_BETAS, weight_decay=0.0),
+            Muon(matrices, HIGHEST_LEARNING_RATE),
+            torch.optim.AdamW(other_parameters, HIGHEST_LEARNING_RATE, betas=_BETAS, weight_decay=0.0),
         )
         self.progress = Progress(0, 0.0, float("inf"))
         if checkpoint is not None and checkpoint.exists():
@@ -84,7 +84,7 @@ class Trainer:
     def step(self) -> Progress:
         """Run one step on the next rows."""
         start_s = self._now_s()
-        rate = learning_rate(self._pace.share(self.progress.seconds, self.progress.steps), HIGHEST_RATE)
+        step_rate = learning_rate(self._pace.share(self.progress.seconds, self.progress.steps), HIGHEST_LEARNING_RATE)
         rows = self._sequences.rows(self.progress.steps)
         logits = self._module(rows[:, :-1], use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
@@ -92,7 +92,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self._module.parameters(), _MAX_GRADIENT_NORM)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = step_rate
             optimizer.step()
             optimizer.zero_grad()
         seconds = self.progress.seconds + self._now_s() - start_s

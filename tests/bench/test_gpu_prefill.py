@@ -115,7 +115,7 @@ def test_steps_are_also_timed_without_cuda_graphs(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_prompt_reuses_only_its_prefix(bench: PrefillBench) -> None:
-    bench.keep(200)
+    bench.cache_prefix(200)
     for prefix_tokens in (200, 77, 77, 0, 0):
         result = bench.ask(bench.prompt(9, prefix_tokens))
         assert result.usage.cached_tokens == prefix_tokens

@@ -29,9 +29,9 @@ class BitsSizes:
 
     Attributes:
         prefixes: numbers of cached tokens, including those just below and above a block's end.
-        suffixes: numbers of tokens after them.
+        suffixes: numbers of tokens after the cached ones.
         num_at_once: number of requests in flight at the same time.
-        generations: number of greedy generations, run alone and together.
+        generations: number of greedy generations, each of which runs alone and then together with the others.
         new_tokens: tokens of each generation.
     """
 
@@ -42,14 +42,27 @@ class BitsSizes:
     new_tokens: int
 
 
-_SIZES = BitsSizes((0, 1, 63, 64, 65, 700, 2000, 3900), (1, 17, 64, 300, 2048), 16, 16, 32)
-_DRY_SIZES = BitsSizes((0, 65, 130), (1, 17), 6, 4, 6)
-_GENERATED_AFTER_TOKENS = 100
+_SIZES = BitsSizes(
+    prefixes=(0, 1, 63, 64, 65, 700, 2000, 3900),
+    suffixes=(1, 17, 64, 300, 2048),
+    num_at_once=16,
+    generations=16,
+    new_tokens=32,
+)
+_DRY_SIZES = BitsSizes(prefixes=(0, 65, 130), suffixes=(1, 17), num_at_once=6, generations=4, new_tokens=6)
+_GENERATION_PROMPT_TOKENS = 100
 
 
 @dataclass(slots=True)
 class BitsCase:
-    """One prompt, its own tenant, and its answer without the cache."""
+    """One prompt, and its answer without the cache.
+
+    Attributes:
+        prompt: token ids.
+        prefix_tokens: number of tokens that are cached before the prompt is sent.
+        tenant: a tenant of this prompt alone, so that no other prompt shares its cache.
+        uncached: the answer without the cache; None before it has arrived.
+    """
 
     prompt: Prompt
     prefix_tokens: int
@@ -69,8 +82,9 @@ def describe_difference(expected: PrefillResponse, got: PrefillResponse) -> str:
     if not expected.logits or len(got.logits) != len(expected.logits):
         return f"expected {len(expected.logits)} bytes of logits, got {len(got.logits)}"
     if got.logits != expected.logits:
-        rows = [np.frombuffer(answer.logits, dtype="<u4") for answer in (expected, got)]
-        return f"logit {int(np.flatnonzero(rows[0] != rows[1])[0])} differs"
+        # The bits of float32 logits, compared as integers: NaN would differ from itself, and 0.0 would equal -0.0.
+        expected_bits, got_bits = (np.frombuffer(answer.logits, dtype="<u4") for answer in (expected, got))
+        return f"logit {int(np.flatnonzero(expected_bits != got_bits)[0])} differs"
     if got.next_token_id != expected.next_token_id:
         return f"expected token {expected.next_token_id}, got {got.next_token_id}"
     return ""
@@ -98,18 +112,17 @@ async def _run(report: StageReport, sizes: BitsSizes) -> str:
     num_compared, num_different = 0, 0
     async with AsyncClient(server.address, timeout_s=_TIMEOUT_S) as client:
         for start in range(0, len(cases), sizes.num_at_once):
-            chunk = cases[start : start + sizes.num_at_once]
-            repeated = cases[: sizes.num_at_once - len(chunk)]
-            with report.row(f"prompts {start + 1} to {start + len(chunk)}") as row:
-                differences = await _compare_prompts(client, chunk, repeated)
-                descriptions = [difference for difference in differences if difference]
-                row |= {"compared": len(differences), "different": len(descriptions), "is_right": not descriptions}
-                row["text"] = (
-                    f"{len(differences)} compared, {len(descriptions)} different{': ' if descriptions else ''}"
-                )
-                row["text"] += descriptions[0] if descriptions else ""
-                num_compared += len(differences)
-                num_different += len(descriptions)
+            compared = cases[start : start + sizes.num_at_once]
+            repeated = cases[: sizes.num_at_once - len(compared)]
+            with report.row(f"prompts {start + 1} to {start + len(compared)}") as row:
+                outcomes = await _compare_prompts(client, compared, repeated)
+                differences = [outcome for outcome in outcomes if outcome]
+                row |= {"compared": len(outcomes), "different": len(differences), "is_right": not differences}
+                row["text"] = f"{len(outcomes)} compared, {len(differences)} different"
+                if differences:
+                    row["text"] += f": {differences[0]}"
+                num_compared += len(outcomes)
+                num_different += len(differences)
         with report.row(f"{sizes.generations} greedy generations, alone and together") as row:
             different = await _compare_generations(client, prompts, sizes)
             row |= {"compared": sizes.generations, "different": different, "is_right": not different}
@@ -123,22 +136,25 @@ async def _compare_prompts(client: AsyncClient, cases: Sequence[BitsCase], repea
     """Compare each case after its cached prefix, alone and then together with the others, with its uncached answer.
 
     Args:
+        client: client of the server.
+        cases: the cases to compare.
         repeated: further cases in flight, so that there are enough requests; they are not compared.
 
     Returns:
-        A description of each difference, empty if there is none: of the prompts alone first, then together.
+        A description of the difference for each comparison, empty if there is none: first of each prompt alone, then of
+        each prompt together with the others.
     """
-    differences = []
+    outcomes = []
     for case in cases:
         case.uncached = await client.prefill(
             case.prompt, tenant=case.tenant, return_logits=True, read_cache=False, write_cache=False
         )
         if case.prefix_tokens:
             await client.prefill(case.prompt[: case.prefix_tokens], tenant=case.tenant)
-        differences.append(case.difference(await _ask(client, case)))
+        outcomes.append(case.difference(await _ask(client, case)))
     together = await asyncio.gather(*(_ask(client, case) for case in (*cases, *repeated)))
-    differences += [case.difference(answer) for case, answer in zip(cases, together, strict=False)]
-    return differences
+    outcomes += [case.difference(answer) for case, answer in zip(cases, together[: len(cases)], strict=True)]
+    return outcomes
 
 
 async def _ask(client: AsyncClient, case: BitsCase) -> PrefillResponse:
@@ -147,16 +163,19 @@ async def _ask(client: AsyncClient, case: BitsCase) -> PrefillResponse:
 
 
 async def _compare_generations(client: AsyncClient, prompts: RandomPrompts, sizes: BitsSizes) -> int:
-    """Return the number of greedy generations that differ when they run together instead of alone."""
+    """Return the number of greedy generations that are too short, or that differ when they run together."""
 
     async def generate(prompt: Prompt) -> list[int]:
-        answer = client.generate(prompt, max_new_tokens=sizes.new_tokens, ignore_eos=True, tenant="bits-generate")
-        return [token for part in [part async for part in answer] for token in part.token_ids]
+        chunks = client.generate(prompt, max_new_tokens=sizes.new_tokens, ignore_eos=True, tenant="bits-generate")
+        return [token async for chunk in chunks for token in chunk.token_ids]
 
-    batch = list(prompts.draw_many(sizes.generations, _GENERATED_AFTER_TOKENS))
+    batch = list(prompts.draw_many(sizes.generations, _GENERATION_PROMPT_TOKENS))
     alone = [await generate(prompt) for prompt in batch]
     together = await asyncio.gather(*(generate(prompt) for prompt in batch))
-    return sum(len(first) != sizes.new_tokens or first != second for first, second in zip(alone, together, strict=True))
+    return sum(
+        len(tokens_alone) != sizes.new_tokens or tokens_alone != tokens_together
+        for tokens_alone, tokens_together in zip(alone, together, strict=True)
+    )
 
 
 if __name__ == "__main__":

@@ -30,10 +30,11 @@ class DecodeSizes:
 
     Attributes:
         shared_tokens: tokens of the prefix that requests share.
-        own_tokens: tokens of each request after it.
+        own_tokens: tokens of each of these requests after the prefix.
         sharers: numbers of requests that share the prefix, ascending.
         unshared: number of requests that share nothing.
-        unshared_tokens: prompt tokens of each of these. With the new tokens, they fit into the pool of server E.
+        unshared_tokens: prompt tokens of each of these requests. With their new tokens, all of them fit into the pool
+            of server E.
         new_tokens: tokens that each request generates.
     """
 
@@ -45,8 +46,12 @@ class DecodeSizes:
     new_tokens: int
 
 
-_SIZES = DecodeSizes(4096, 16, (1, 16, 64), 16, 3584, 64)
-_DRY_SIZES = DecodeSizes(192, 16, (1, 4), 4, 128, 8)
+_SIZES = DecodeSizes(
+    shared_tokens=4096, own_tokens=16, sharers=(1, 16, 64), unshared=16, unshared_tokens=3584, new_tokens=64
+)
+_DRY_SIZES = DecodeSizes(
+    shared_tokens=192, own_tokens=16, sharers=(1, 4), unshared=4, unshared_tokens=128, new_tokens=8
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +70,25 @@ def main() -> int:
 
 async def _run(report: StageReport, sizes: DecodeSizes) -> str:
     state = read_state()
+    # Bytes divided by GB/s are nanoseconds.
     weights_ms = state["weight_bytes"] / state["rates"]["device_gb_per_s"] / 1e6
     prompts = RandomPrompts(state["vocab_size"], seed=3)
     shared = prompts.draw(sizes.shared_tokens)
-    sharing = [np.concatenate((shared, own)) for own in prompts.draw_many(max(sizes.sharers), sizes.own_tokens)]
-    apart = list(prompts.draw_many(sizes.unshared, sizes.unshared_tokens))
+    sharing_prompts = [np.concatenate((shared, own)) for own in prompts.draw_many(max(sizes.sharers), sizes.own_tokens)]
+    unshared_prompts = list(prompts.draw_many(sizes.unshared, sizes.unshared_tokens))
     summary = []
     for name in ("F", "E"):
-        seen: dict[bytes, tuple[int, ...]] = {}
-        groups = [(f"{count} sharers of {sizes.shared_tokens}", sharing[:count]) for count in sizes.sharers]
-        groups.append((f"{sizes.unshared} with {sizes.unshared_tokens} tokens each", apart))
+        first_answers: dict[bytes, tuple[int, ...]] = {}
+        groups = [(f"{count} sharers of {sizes.shared_tokens}", sharing_prompts[:count]) for count in sizes.sharers]
+        groups.append((f"{sizes.unshared} with {sizes.unshared_tokens} tokens each", unshared_prompts))
         for label, group in groups:
             with report.row(f"{name}, {label}") as row:
                 async with AsyncClient(running_server(name).address, timeout_s=_TIMEOUT_S) as client:
                     for prompt in group:  # so that decoding is measured, not prefill
                         await client.prefill(prompt, tenant=_TENANT)
-                    answers = await asyncio.gather(*(_generate(client, each, sizes.new_tokens) for each in group))
+                    answers = await asyncio.gather(*(_generate(client, prompt, sizes.new_tokens) for prompt in group))
                 row |= summarize(answers, weights_ms)
-                row["different"] = num_different(seen, group, answers)
+                row["different"] = count_different(first_answers, group, answers)
                 is_complete = all(len(answer.tokens) == sizes.new_tokens for answer in answers)
                 row["is_right"] = is_complete and not (name == "E" and row["different"])
                 row["text"] = (
@@ -97,14 +103,14 @@ async def _run(report: StageReport, sizes: DecodeSizes) -> str:
 async def _generate(client: AsyncClient, prompt: Prompt, new_tokens: int) -> TimedGeneration:
     tokens: list[int] = []
     times_s = []
-    async for part in client.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True, tenant=_TENANT):
-        tokens += part.token_ids
+    async for chunk in client.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True, tenant=_TENANT):
+        tokens += chunk.token_ids
         times_s.append(time.monotonic())
     return TimedGeneration(tuple(tokens), tuple(times_s))
 
 
 def summarize(answers: list[TimedGeneration], weights_ms: float) -> dict[str, Any]:
-    """Return the rates of generations that ran together.
+    """Return the speed of generations that ran together: `tokens_per_s`, `step_ms` and `weights_ratio`.
 
     Args:
         answers: completions of at least two tokens each.
@@ -122,12 +128,21 @@ def summarize(answers: list[TimedGeneration], weights_ms: float) -> dict[str, An
     }
 
 
-def num_different(seen: dict[bytes, tuple[int, ...]], group: list[Prompt], answers: list[TimedGeneration]) -> int:
-    """Count answers that differ from the first answer to the same prompt. New prompts are added to `seen`."""
-    return sum(
-        seen.setdefault(prompt.tobytes(), answer.tokens) != answer.tokens
-        for prompt, answer in zip(group, answers, strict=True)
-    )
+def count_different(
+    first_answers: dict[bytes, tuple[int, ...]], group: list[Prompt], answers: list[TimedGeneration]
+) -> int:
+    """Count the answers that differ from the first answer to the same prompt.
+
+    Args:
+        first_answers: tokens of the first answer to each prompt; the answers to new prompts are added.
+        group: the prompts.
+        answers: the answer to each of them.
+    """
+    num_different = 0
+    for prompt, answer in zip(group, answers, strict=True):
+        first_answer = first_answers.setdefault(prompt.tobytes(), answer.tokens)
+        num_different += answer.tokens != first_answer
+    return num_different
 
 
 if __name__ == "__main__":

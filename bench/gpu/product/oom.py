@@ -26,21 +26,21 @@ _TIMEOUT_S = 60.0
 _LISTEN_S, _DRY_LISTEN_S = 22.0, 500.0
 _SETTINGS = ("model.exactness=fast", "cache.memory_share=0.9")
 _MIN_FREE_SHARE = 0.1  # the share that `cache.memory_share` leaves free
-_ROUNDING = 0.005
+_TOLERATED_SHARE = 0.005  # by which the free share may be smaller
 
-_LEFT_MIB = 200
+_REMAINING_MIB = 200  # of the device's memory, which the other process does not take
 _NUM_PROMPTS, _PROMPT_TOKENS, _DRY_PROMPT_TOKENS = 8, 2048, 128
-_TOLERANCE = 0.1  # of logits in bfloat16, relative to their norm; see bench.gpu_prefill
+_TOLERANCE = 0.1  # maximum error of logits in bfloat16, relative to their norm; see bench/gpu/prefill_bench.py
 SMALLER_STEP = "no memory for a step"  # a message in the engine's log; `test_product.py` checks that it exists
 
-# Allocates the memory of the device, except some MiB, and keeps it until stdin ends.
+# The process that takes the device's memory, in ever smaller pieces, and keeps it until stdin ends.
 _BALLAST = f"""
 import sys, torch
 torch.zeros(1, device="cuda")
 held, size = [], 1 << 30
 while size >= 1 << 21:
     free, _ = torch.cuda.mem_get_info()
-    if free - size < {_LEFT_MIB} << 20:
+    if free - size < {_REMAINING_MIB} << 20:
         size //= 2
         continue
     try:
@@ -77,7 +77,7 @@ async def _run(report: StageReport) -> str:
             row["text"] = f"{row['pool_blocks']} blocks"
             if memory is not None:
                 row["free_share"] = memory["free"] / memory["total"]
-                row["is_right"] = row["free_share"] >= _MIN_FREE_SHARE - _ROUNDING
+                row["is_right"] = row["free_share"] >= _MIN_FREE_SHARE - _TOLERATED_SHARE
                 row["text"] += f", {memory['free'] / 1024:.1f} of {memory['total'] / 1024:.1f} GiB free"
         if not row["is_right"] and not server.address:
             return "the server did not start"
@@ -96,11 +96,11 @@ async def _ask_without_memory(report: StageReport, server: ProductServer, vocab_
     batch = list(prompts.draw_many(_NUM_PROMPTS, _DRY_PROMPT_TOKENS if report.is_dry_run else _PROMPT_TOKENS))
     without_memory: list[PrefillResponse] = []
     async with AsyncClient(server.address, timeout_s=_TIMEOUT_S) as client:
-        with report.row(f"{len(batch)} prompts with {_LEFT_MIB} MiB left") as row, _ballast(report) as held:
-            row["ballast"] = held
+        with report.row(f"{len(batch)} prompts with {_REMAINING_MIB} MiB left") as row, _ballast(report) as ballast:
+            row["ballast"] = ballast
             without_memory += await asyncio.gather(*(_ask(client, prompt) for prompt in batch))
             row["smaller_steps"] = sum(SMALLER_STEP in line for _, line in server.log_lines())
-            row["text"] = f"answered, {held}, {row['smaller_steps']} steps were made smaller"
+            row["text"] = f"answered, {ballast}, {row['smaller_steps']} steps were made smaller"
         with report.row(f"{len(batch)} prompts with memory") as row:
             with_memory = [await _ask(client, prompt) for prompt in batch]
             errors = [relative_error(*pair) for pair in zip(with_memory, without_memory, strict=True)]
@@ -113,7 +113,7 @@ async def _ask(client: AsyncClient, prompt: Prompt) -> PrefillResponse:
 
 
 def relative_error(expected: PrefillResponse, got: PrefillResponse) -> float:
-    """Return the error of logits relative to their norm; 1 if a number is not finite."""
+    """Return the error of logits relative to their norm; 1 if a logit is not finite."""
     expected_row, got_row = logits_of(expected), logits_of(got)
     error = float(np.linalg.norm(got_row - expected_row) / np.linalg.norm(expected_row))
     return error if np.isfinite(error) else 1.0
@@ -121,7 +121,7 @@ def relative_error(expected: PrefillResponse, got: PrefillResponse) -> float:
 
 @contextlib.contextmanager
 def _ballast(report: StageReport) -> Iterator[str]:
-    """Run the process that takes the memory. Yields the amount that it holds, as text."""
+    """Run the process that takes the memory. Yields the line that it prints: the amount of memory that it holds."""
     code = _DRY_BALLAST if report.is_dry_run else _BALLAST
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None

@@ -37,7 +37,7 @@ class ProductServer:
         pid: id of the process, which leads its own process group.
         address: `HOST:PORT` of gRPC; empty while the server is starting.
         metrics_url: URL of its metrics.
-        start_time: Unix time at which the process was started.
+        start_time: Unix time in seconds at which the process was started.
     """
 
     name: str
@@ -74,7 +74,7 @@ class ProductServer:
         return cls(name, process.pid, "", f"http://127.0.0.1:{metrics_port}/metrics", time.time())
 
     def wait_until_listening(self, timeout_s: float) -> ProductServer:
-        """Return this server with its address.
+        """Wait until the server listens. Returns a copy of this object that has the address.
 
         Raises:
             RuntimeError: the process ended or did not listen in time. The message has the end of its log.
@@ -105,13 +105,13 @@ class ProductServer:
         return lines
 
     def metrics(self) -> dict[str, float]:
-        """Return the value of each series, such as `radixkv_tier_used_bytes{tier="host"}`."""
+        """Scrape the metrics. Returns the value of each series, such as `radixkv_tier_used_bytes{tier="host"}`."""
         with urllib.request.urlopen(self.metrics_url, timeout=_SCRAPE_TIMEOUT_S) as response:
             text = response.read().decode()
         return {name: float(value) for name, value in _METRIC.findall(text)}
 
     def stop(self) -> None:
-        """End the process with SIGTERM, or after a timeout with SIGKILL, which also ends what is left of its group."""
+        """End the process with SIGTERM. Then SIGKILL ends it if it still runs, and any other process of its group."""
         for signal_number, wait_s in ((signal.SIGTERM, _SIGTERM_WAIT_S), (signal.SIGKILL, _SIGTERM_WAIT_S)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal_number)
@@ -132,7 +132,7 @@ def running_server(name: str) -> ProductServer:
     """Return a server that the start stage left running.
 
     Raises:
-        RuntimeError: it is not running.
+        RuntimeError: the server is not running.
     """
     server = _servers(Path()).get(name)
     if server is None or not server.is_running:
@@ -164,4 +164,4 @@ def _is_running(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
     except OSError:
         return False
-    return state not in ("Z", "X")
+    return state not in ("Z", "X")  # zombie, dead

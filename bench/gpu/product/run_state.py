@@ -22,7 +22,7 @@ def read_state(folder: Path = Path()) -> dict[str, Any]:
     Its keys:
         model: the value of `radixkv serve --model`.
         vocab_size, weight_bytes: vocabulary size and size of the weights.
-        rates: GB/s of copies, and TFLOP/s of a large matmul.
+        rates: rates of copies in GB/s, and of a large matmul in TFLOP/s; the names of the values have the unit.
         servers: the servers that run, by name; see `ProductServer`.
         quiet_since: number of files in the Triton cache, and used MiB of the device, when the servers listened.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.parts.result_file import write_json
 
-_MAX_REASON_CHARACTERS = 500  # more than a message of `ProductServer` that ends with its log
+_MAX_REASON_CHARACTERS = 500  # enough for the errors of `ProductServer`, which contain the end of a log
 
 
 class StageReport:
@@ -22,7 +22,7 @@ class StageReport:
     a dry run, whose times are meaningless.
 
     Args:
-        file: the stage's result file; None for none.
+        file: the stage's result file; None to write no file.
         is_dry_run: whether the stage runs with small sizes on a CPU.
     """
 
@@ -39,7 +39,8 @@ class StageReport:
             yield row
         except Exception as raised:  # noqa: BLE001 - whatever one row raises, the other rows are measured
             traceback.print_exc()
-            reason = f"{type(raised).__name__}: {str(raised).strip().partition(chr(10))[0]}"
+            first_line = str(raised).strip().partition("\n")[0]
+            reason = f"{type(raised).__name__}: {first_line}"
             row |= {"is_right": False, "reason": reason[:_MAX_REASON_CHARACTERS]}
         self.add(row)
 

@@ -31,7 +31,7 @@ SERVERS = {
     ),
     "F": ("model.exactness=fast", "cache.capacity_tokens=131072"),
 }
-# The same for the embedded model, with a smaller pool and smaller tiers, which a few short prompts fill.
+# The same servers with the embedded model, and with smaller pools and tiers, which a few short prompts fill.
 DRY_SERVERS = {
     "E": (
         "cache.capacity_tokens=2048",
@@ -50,7 +50,7 @@ _LISTEN_S, _DRY_LISTEN_S = 105.0, 1000.0
 
 
 def main() -> int:
-    """Start both servers concurrently, and leave them running. Returns 1 if one does not listen, or dropped a step."""
+    """Start both servers, and leave them running. Returns 1 if one does not listen, or dropped a captured step."""
     report = open_report("Start the servers that the next stages share.")
     use_triton_cache()
     device = "cpu" if report.is_dry_run else "cuda"
@@ -64,13 +64,18 @@ def main() -> int:
     summary: list[str] = []
     for server in servers.values():
         _report_start(report, server, end_s - time.monotonic(), summary)
-    memory = device_memory_mib()
     # The stage `quiet` checks later that no kernel was compiled, and that about as much memory is used.
-    update_state(quiet_since={"compiled_files": num_compiled_files(), "device_mib": memory and memory["used"]})
+    update_state(quiet_since={"compiled_files": num_compiled_files(), "device_mib": _used_device_mib()})
     return report.finish("; ".join(summary))
 
 
+def _used_device_mib() -> float | None:
+    memory = device_memory_mib()
+    return None if memory is None else memory["used"]
+
+
 def _report_start(report: StageReport, server: ProductServer, timeout_s: float, summary: list[str]) -> None:
+    """Wait until a server listens, and add a row about its start. Adds the time of the start to the summary."""
     with report.row(f"server {server.name}") as row:
         try:
             listening = server.wait_until_listening(max(0.0, timeout_s))
@@ -78,8 +83,7 @@ def _report_start(report: StageReport, server: ProductServer, timeout_s: float, 
             row["log"] = server.log_lines()
         update_state(servers={**read_state()["servers"], server.name: listening.facts()})
         row |= read_start(row["log"])
-        memory = device_memory_mib()
-        row["device_mib"] = memory and memory["used"]
+        row["device_mib"] = _used_device_mib()
         row["is_right"] = row["dropped_steps"] == 0
         row["is_goal_met"] = report.goal(SPECIALIZED in row["ready"])
         row["text"] = f"listens after {row['listening_s']:.1f} s: {row['ready']}; dropped {row['dropped_steps']} steps"
@@ -89,10 +93,10 @@ def _report_start(report: StageReport, server: ProductServer, timeout_s: float, 
 def read_start(log: Sequence[tuple[float, str]]) -> dict[str, object]:
     """Summarize a start from the lines of its log, each with the seconds since the process was started."""
     messages = [message for _, message in log]
-    captured = [int(match[1]) for message in messages if (match := CAPTURED_STEPS.search(message))]
+    captured_steps = [int(match[1]) for message in messages if (match := CAPTURED_STEPS.search(message))]
     listening_s, ready = next(((seconds, text) for seconds, text in log if text.startswith("ready after ")), (0.0, ""))
     return {
-        "captured_steps": sum(captured),
+        "captured_steps": sum(captured_steps),
         "dropped_steps": sum(bool(DROPPED_STEP.search(message)) for message in messages),
         "listening_s": listening_s,
         "ready": ready.partition(": ")[2],  # model, attention kernels, pool

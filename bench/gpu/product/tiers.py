@@ -35,10 +35,10 @@ class TierSizes:
 
     Attributes:
         prompt_tokens: tokens of each prompt.
-        to_host: prompts that fill the pool twice over.
-        to_disk: prompts after which the host tier has evicted some blocks to disk.
+        to_host: number of prompts that fill the pool twice over.
+        to_disk: number of prompts, including these, after which the host tier has evicted some blocks to disk.
         loaded: number of prompts to load from each tier.
-        max_sent: maximum number of prompts that are sent again to load this number from a tier.
+        max_sent: maximum number of prompts that are sent again in order to load `loaded` prompts from a tier.
     """
 
     prompt_tokens: int
@@ -48,8 +48,8 @@ class TierSizes:
     max_sent: int
 
 
-_SIZES = TierSizes(4096, 32, 48, 3, 12)
-_DRY_SIZES = TierSizes(192, 22, 44, 2, 12)
+_SIZES = TierSizes(prompt_tokens=4096, to_host=32, to_disk=48, loaded=3, max_sent=12)
+_DRY_SIZES = TierSizes(prompt_tokens=192, to_host=22, to_disk=44, loaded=2, max_sent=12)
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class TierTraffic:
 
     Args:
         client: client of server E.
-        prompts: generates the prompts.
+        prompts: draws the prompts.
         sizes: sizes of the stage.
     """
 
@@ -78,7 +78,7 @@ class TierTraffic:
     @property
     def recompute_s(self) -> float:
         """Median seconds until a prompt that was not cached was answered."""
-        return statistics.median(first.seconds for _, first in self._answered)
+        return statistics.median(original.seconds for _, original in self._answered)
 
     async def fill(self, count: int) -> dict[str, float]:
         """Prefill new prompts until there are `count` in total. Returns the seconds, and the rate of saving in GB/s."""
@@ -86,16 +86,17 @@ class TierTraffic:
         start_s = time.monotonic()
         slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
 
-        async def one(prompt: Prompt) -> None:
+        async def prefill_one(prompt: Prompt) -> None:
             async with slots:
                 self._answered.append((prompt, await self.ask(prompt)))
 
         new_prompts = self._prompts.draw_many(count - len(self._answered), self._sizes.prompt_tokens)
-        await asyncio.gather(*(one(prompt) for prompt in new_prompts))
-        took_s = time.monotonic() - start_s
+        await asyncio.gather(*(prefill_one(prompt) for prompt in new_prompts))
+        elapsed_s = time.monotonic() - start_s
         after = await self._client.stats()
-        saved = sum(tier.saved_blocks for tier in after.tiers) - sum(tier.saved_blocks for tier in before.tiers)
-        return {"seconds": took_s, "saved_gb_per_s": saved * after.block_bytes / took_s / 1e9}
+        saved_before = sum(tier.saved_blocks for tier in before.tiers)
+        saved_blocks = sum(tier.saved_blocks for tier in after.tiers) - saved_before
+        return {"seconds": elapsed_s, "saved_gb_per_s": saved_blocks * after.block_bytes / elapsed_s / 1e9}
 
     async def ask(self, prompt: Prompt) -> TimedAnswer:
         """Prefill one prompt and time the answer."""
@@ -115,30 +116,32 @@ class TierTraffic:
         loads: list[TimedAnswer] = []
         hits: list[TimedAnswer] = []
         num_asked, first_difference = 0, ""
-        for prompt, first in self._answered[: self._sizes.max_sent]:
-            again = await self.ask(prompt)
+        tier_tokens = f"{tier}_tokens"  # the field of `usage` with the tokens that were loaded from the tier
+        for prompt, original in self._answered[: self._sizes.max_sent]:
+            repeated = await self.ask(prompt)
             num_asked += 1
-            first_difference = first_difference or describe_difference(first.answer, again.answer)
-            if not getattr(again.answer.usage, f"{tier}_tokens"):
+            first_difference = first_difference or describe_difference(original.answer, repeated.answer)
+            if not getattr(repeated.answer.usage, tier_tokens):
                 continue
-            loads.append(again)
-            hits.append(await self.ask(prompt))
-            first_difference = first_difference or describe_difference(first.answer, hits[-1].answer)
+            loads.append(repeated)
+            hit = await self.ask(prompt)  # the prompt is on the device now
+            hits.append(hit)
+            first_difference = first_difference or describe_difference(original.answer, hit.answer)
             if len(loads) == self._sizes.loaded:
                 break
         after = await self._client.stats()
-        computed = tier_stats(after, tier).computed_blocks - tier_stats(before, tier).computed_blocks
+        computed_blocks = tier_stats(after, tier).computed_blocks - tier_stats(before, tier).computed_blocks
         row: dict[str, Any] = {
             "asked": num_asked,
             "loaded": len(loads),
-            "computed_blocks": computed,
+            "computed_blocks": computed_blocks,
             "first_difference": first_difference or None,
         }
         if loads:
             loaded_s = statistics.median(each.seconds for each in loads)
             hit_s = statistics.median(each.seconds for each in hits)
-            num_bytes = statistics.median(getattr(each.answer.usage, f"{tier}_tokens") for each in loads)
-            num_bytes *= after.block_bytes / after.block_size
+            loaded_tokens = statistics.median(getattr(each.answer.usage, tier_tokens) for each in loads)
+            num_bytes = loaded_tokens * after.block_bytes / after.block_size
             row |= {
                 "loaded_ms": loaded_s * 1e3,
                 "device_hit_ms": hit_s * 1e3,

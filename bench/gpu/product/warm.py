@@ -21,7 +21,7 @@ from bench.parts.environment import describe_versions
 if TYPE_CHECKING:  # imported inside the stage, which times the import
     import torch
 
-_STAGE_S, _DRY_STAGE_S = 57.0, 1100.0  # slightly less than the stage's limit, so that every trial is reported
+_STAGE_S, _DRY_STAGE_S = 57.0, 1100.0  # slightly less than the limit of the stage, so that every trial is reported
 
 _CHECKPOINT = "radixkv-bench-llama-3b"
 _CHECKPOINT_BYTES = 8_000_000_000  # 5.8 GB, and space for other files
@@ -42,14 +42,15 @@ def main() -> int:
     deadline_s = start_s + (_DRY_STAGE_S if report.is_dry_run else _STAGE_S)
     with ThreadPoolExecutor(1) as thread:
         # Trials import PyTorch for some seconds before they use the GPU. Meanwhile, the rates of the GPU are measured.
-        trials = thread.submit(_kernel_trials, deadline_s, is_dry_run=report.is_dry_run)
+        future_trials = thread.submit(_run_kernel_trials, deadline_s, is_dry_run=report.is_dry_run)
         _measure_rates(report)
         _write_checkpoint(report)
-        for trial in trials.result():
+        trials = future_trials.result()
+        for trial in trials:
             result = f"passed in {trial['seconds']:.1f} s" if trial["is_right"] else f"refused: {trial['reason']}"
             report.add({"name": f"{trial['kernels']}, {trial['mode']} mode", "text": result, **trial})
-    passed = sum(trial["is_right"] for trial in trials.result())
-    return report.finish(f"{passed} of {len(trials.result())} kernel trials passed")
+    num_passed = sum(trial["is_right"] for trial in trials)
+    return report.finish(f"{num_passed} of {len(trials)} kernel trials passed")
 
 
 def _import_everything() -> dict[str, Any]:
@@ -80,14 +81,15 @@ def _driver_version() -> str | None:
         return None
 
 
-def _kernel_trials(deadline_s: float, *, is_dry_run: bool) -> list[dict[str, Any]]:
+def _run_kernel_trials(deadline_s: float, *, is_dry_run: bool) -> list[dict[str, Any]]:
     from bench.gpu.trials import measure_trials, trial_module, trials
     from radixkv.model.attention.refused_attention import MODES, SPECIALIZED
 
     modes = ["fast"] if is_dry_run else MODES  # Triton's interpreter takes eight seconds for each mode
-    planned = trials([SPECIALIZED], modes, is_dry_run=is_dry_run)
+    kernel_trials = trials([SPECIALIZED], modes, is_dry_run=is_dry_run)
     limit_s = (deadline_s - time.monotonic()) / 2  # a trial that times out is repeated in the other half
-    return list(measure_trials(planned, trial_module(is_dry_run=is_dry_run), limit_s, deadline_s, workers=len(planned)))
+    module = trial_module(is_dry_run=is_dry_run)
+    return list(measure_trials(kernel_trials, module, limit_s, deadline_s, workers=len(kernel_trials)))
 
 
 def _measure_rates(report: StageReport) -> None:
@@ -97,18 +99,18 @@ def _measure_rates(report: StageReport) -> None:
 
     with report.row("rates") as row:
         device = torch.device("cpu" if report.is_dry_run else "cuda")
-        on_device = measure_rates(device)
+        device_rates = measure_rates(device)
         rates = {
-            "matmul_tflops": on_device.flops_per_s / 1e12,
-            "device_gb_per_s": on_device.bytes_per_s / 1e9,
+            "matmul_tflops": device_rates.flops_per_s / 1e12,
+            "device_gb_per_s": device_rates.bytes_per_s / 1e9,
         }
         num_bytes = _DRY_COPY_BYTES if report.is_dry_run else _COPY_BYTES
-        on_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        device_buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         for kind in ("pinned", "pageable"):
             is_pinned = kind == "pinned" and not report.is_dry_run
-            on_host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-            rates[f"to_device_{kind}_gb_per_s"] = _copy_gb_per_s(on_host, on_gpu)
-            rates[f"to_host_{kind}_gb_per_s"] = _copy_gb_per_s(on_gpu, on_host)
+            host_buffer = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+            rates[f"to_device_{kind}_gb_per_s"] = _copy_gb_per_s(host_buffer, device_buffer)
+            rates[f"to_host_{kind}_gb_per_s"] = _copy_gb_per_s(device_buffer, host_buffer)
         row |= rates
         row["text"] = ", ".join(f"{name} {rate:.4g}" for name, rate in rates.items())
         update_state(rates=rates)
@@ -140,7 +142,7 @@ def _write_checkpoint(report: StageReport) -> None:
             module = build_tiny_model("sdpa")
             model = "tiny"
         else:
-            model, module = _random_llama()
+            model, module = _make_random_llama()
         weight_bytes = sum(each.nbytes for each in module.parameters())
         vocab_size = module.config.vocab_size
         row |= {"model": model, "weight_bytes": weight_bytes, "seconds": time.monotonic() - start_s}
@@ -148,8 +150,8 @@ def _write_checkpoint(report: StageReport) -> None:
         update_state(model=model, vocab_size=vocab_size, weight_bytes=weight_bytes)
 
 
-def _random_llama() -> tuple[str, Any]:
-    """Save the model, unless an earlier run on this machine did. Returns its directory and the model."""
+def _make_random_llama() -> tuple[str, Any]:
+    """Build the model, and save it unless an earlier run on this machine did. Returns its directory and the model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -184,15 +186,16 @@ def _random_llama() -> tuple[str, Any]:
 
 
 def _checkpoint_parent() -> Path:
+    """Return the folder that has the checkpoint already, or else a folder with enough space, in memory if possible."""
     temporary = Path(tempfile.gettempdir())
     for parent in (_MEMORY_FILE_SYSTEM, temporary):
         if (parent / _CHECKPOINT).exists():
             return parent
     try:
-        has_room = shutil.disk_usage(_MEMORY_FILE_SYSTEM).free >= _CHECKPOINT_BYTES
+        has_enough_space = shutil.disk_usage(_MEMORY_FILE_SYSTEM).free >= _CHECKPOINT_BYTES
     except OSError:
-        has_room = False
-    return _MEMORY_FILE_SYSTEM if has_room else temporary
+        has_enough_space = False
+    return _MEMORY_FILE_SYSTEM if has_enough_space else temporary
 
 
 if __name__ == "__main__":

@@ -21,6 +21,13 @@ def test_every_prompt_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[10].endswith("every prompt was answered")
 
 
+def test_no_two_conversations_share_a_prefix() -> None:
+    """Each step of the demo uses its own conversations. Those before the talk have negative numbers."""
+    conversations = range(-2, demo._NUM_CONVERSATIONS)
+    prefixes = {tuple(demo._prompt(conversation, 0)[:16]) for conversation in conversations}
+    assert len(prefixes) == len(conversations)
+
+
 def test_a_fleet_that_does_not_start_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,5 +40,7 @@ def test_missing_hanging_and_failing_programs_are_reported(monkeypatch: pytest.M
 
 
 def test_a_module_that_exists_but_fails_to_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_look, "_IMPORTS", "raise ModuleNotFoundError('No module named httpx')")
-    assert ask("imports", first_look._imports)["reason"] == ("RuntimeError: ModuleNotFoundError: No module named httpx")
+    monkeypatch.setattr(first_look, "_IMPORT_CODE", "raise ModuleNotFoundError('No module named httpx')")
+    assert ask("imports", first_look._try_imports)["reason"] == (
+        "RuntimeError: ModuleNotFoundError: No module named httpx"
+    )

@@ -10,7 +10,7 @@ import pytest
 
 from bench.gpu.parts import PARTS
 from bench.gpu.product.bits import BitsCase, describe_difference
-from bench.gpu.product.decode import TimedGeneration, num_different, summarize
+from bench.gpu.product.decode import TimedGeneration, count_different, summarize
 from bench.gpu.product.oom import SMALLER_STEP, relative_error
 from bench.gpu.product.product_server import ProductServer
 from bench.gpu.product.replay import judge_replay
@@ -149,8 +149,8 @@ def test_a_request_that_gets_other_tokens_next_to_other_requests_is_counted() ->
     prompts = [np.array([number], dtype=np.uint32) for number in range(2)]
     first, different = TimedGeneration((1, 2), (0.0, 1.0)), TimedGeneration((1, 3), (0.0, 1.0))
     tokens_by_prompt: dict[bytes, tuple[int, ...]] = {}
-    assert num_different(tokens_by_prompt, prompts, [first, first]) == 0
-    assert num_different(tokens_by_prompt, prompts, [first, different]) == 1
+    assert count_different(tokens_by_prompt, prompts, [first, first]) == 0
+    assert count_different(tokens_by_prompt, prompts, [first, different]) == 1
 
 
 def test_the_time_of_a_step_is_the_time_between_two_tokens() -> None:
