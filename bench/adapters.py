@@ -30,7 +30,7 @@ from radixkv.storage.device_pool import KVStorage
 
 _NUM_ADAPTERS = 8
 _BLOCK_SIZE = 64
-_SCALE = 0.02  # standard deviation of the weights
+_SCALE = 0.02  # standard deviation of the adapters' weights
 
 
 class StepKind(NamedTuple):
@@ -62,47 +62,53 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    runner = _runner(options.rank)
+    runner = _build_runner(options.rank)
     print(f"{'requests':>8} {'new':>4} {'cached':>6} " + " ".join(f"{mix:>15}" for mix in _MIXES) + "  one / eight")
     rows = []
     for kind in _KINDS:
-        times_ms = _time(runner, kind, options.rounds)
+        times_ms = _time_mixes(runner, kind, options.rounds)
         rows.append({**kind._asdict(), "ms": times_ms, "ratio": times_ms["one"] / times_ms["eight"]})
-        shown = " ".join(f"{times_ms[mix]:12.2f} ms" for mix in _MIXES)
-        print(f"{kind.num_requests:8} {kind.new_tokens:4} {kind.cached_tokens:6} {shown}  {rows[-1]['ratio']:.2f}")
+        columns = " ".join(f"{times_ms[mix]:12.2f} ms" for mix in _MIXES)
+        print(f"{kind.num_requests:8} {kind.new_tokens:4} {kind.cached_tokens:6} {columns}  {rows[-1]['ratio']:.2f}")
     if options.json is not None:
         write_json(options.json, {**describe_run("bench.adapters", arguments), "rank": options.rank, "rows": rows})
 
 
-def _runner(rank: int) -> Runner:
+def _build_runner(rank: int) -> Runner:
     model = load_model(ModelConfig(device="cpu", max_adapters=_NUM_ADAPTERS))
     assert model.adapted is not None, "adapters are on"
     for number in range(_NUM_ADAPTERS):
-        files = _adapter(model, str(number), rank)
+        files = _random_adapter(model, str(number), rank)
         model.try_adapter(files)
         model.adapted.adapters.add(files)
-    most = max(kind.num_requests * _blocks(kind) for kind in _KINDS)
+    num_blocks = max(kind.num_requests * _num_blocks(kind) for kind in _KINDS)
     kernels = TorchKernels()
-    storage = KVStorage(most, _BLOCK_SIZE, model.kv_shape, model.device, is_by_layer=kernels.prefers_layer_major_pool)
+    storage = KVStorage(
+        num_blocks, _BLOCK_SIZE, model.kv_shape, model.device, is_by_layer=kernels.prefers_layer_major_pool
+    )
     return Runner(model, storage, kernels)
 
 
-def _adapter(model: Model, digest: str, rank: int) -> AdapterFiles:
-    generator, dtype = torch.Generator().manual_seed(int(digest)), model.module.dtype
+def _random_adapter(model: Model, name: str, rank: int) -> AdapterFiles:
+    """Return random weights for all adaptable layers. The name, a number, is the seed and stands in for the digest."""
+    generator, dtype = torch.Generator().manual_seed(int(name)), model.module.dtype
 
     def weight(*shape: int) -> torch.Tensor:
         return (_SCALE * torch.randn(shape, generator=generator)).to(dtype)
 
     layers = {
-        name: LowRank(weight(rank, shape.in_features), weight(shape.out_features, rank))
-        for name, shape in adaptable_layers(model.module).items()
+        layer: LowRank(weight(rank, shape.in_features), weight(shape.out_features, rank))
+        for layer, shape in adaptable_layers(model.module).items()
     }
-    return AdapterFiles(digest, rank, sum(each.num_bytes for each in layers.values()), None, layers)
+    return AdapterFiles(name, rank, sum(each.num_bytes for each in layers.values()), None, layers)
 
 
-def _time(runner: Runner, kind: StepKind, rounds: int) -> dict[str, float]:
-    """Return milliseconds of the shortest step of each mix."""
-    chunks = {mix: [_chunk(kind, n, adapter(n)) for n in range(kind.num_requests)] for mix, adapter in _MIXES.items()}
+def _time_mixes(runner: Runner, kind: StepKind, rounds: int) -> dict[str, float]:
+    """Return the milliseconds of the shortest step of each mix of adapters."""
+    chunks = {
+        mix: [_build_chunk(kind, index, adapter_of(index)) for index in range(kind.num_requests)]
+        for mix, adapter_of in _MIXES.items()
+    }
     times_ms: dict[str, list[float]] = {mix: [] for mix in _MIXES}
     for number in range(rounds + 1):
         for mix in _MIXES:
@@ -113,14 +119,14 @@ def _time(runner: Runner, kind: StepKind, rounds: int) -> dict[str, float]:
     return {mix: min(times) for mix, times in times_ms.items()}
 
 
-def _chunk(kind: StepKind, number: int, adapter: str) -> Chunk:
-    end, num_blocks = kind.cached_tokens + kind.new_tokens, _blocks(kind)
-    tokens = (np.arange(end, dtype="<u4") * 7919 % 256).tobytes()
-    blocks: Any = np.arange(number * num_blocks, (number + 1) * num_blocks, dtype=np.int32)
+def _build_chunk(kind: StepKind, index: int, adapter: str) -> Chunk:
+    end, num_blocks = kind.cached_tokens + kind.new_tokens, _num_blocks(kind)
+    tokens = (np.arange(end, dtype="<u4") * 7919 % 256).tobytes()  # arbitrary ones
+    blocks: Any = np.arange(index * num_blocks, (index + 1) * num_blocks, dtype=np.int32)
     return Chunk(tokens, kind.cached_tokens, end, blocks, None, wants_logits=True, adapter=adapter)
 
 
-def _blocks(kind: StepKind) -> int:
+def _num_blocks(kind: StepKind) -> int:
     return -(-(kind.cached_tokens + kind.new_tokens) // _BLOCK_SIZE)
 
 

@@ -7,13 +7,15 @@ The steps of each round:
 1. It plays sessions against three servers with a tier in host memory, one after the other. Each session sends a
    prompt, waits as for a tool, and sends the prompt with more tokens.
    - The control: the pool holds the tokens of all sessions, so each turn is a hit on the device. The TTFT (time to
-     first token) of turns is compared with the median TTFT of these hits, by length. The TTFT of hits varies too, so
-     not all turns of the control are timely.
+     first token) of turns is compared with the median TTFT of these hits, by length. A turn is timely if its TTFT is at
+     most 1.1 times that of a hit. The TTFT of hits varies too, so not all turns of the control are timely.
    - Without sessions: the pool holds half of the tokens, and the requests do not name their session.
-   - With sessions: the same, with names, so that the server loads blocks before a turn arrives.
-2. The servers record their traffic. The benchmark replays that of the last server, and compares the hit rate and the
-   median TTFT with those that the server had. The times of prefills and loads are once those of the same recording, as
-   with `radixkv simulate --time-model recorded`, and once those of the server without sessions.
+   - With sessions: the pool is as small, but the requests name their session, so that the server loads blocks before a
+     turn arrives.
+2. The servers record their traffic. The benchmark simulates the traffic of the last server twice, and compares the
+   predicted hit rate and median TTFT with those that the server had. The first simulation takes the times of prefills
+   and loads from the same recording, as `radixkv simulate --time-model recorded` does; the second one takes them from
+   the recording of the server without sessions.
 
 The results are medians over the rounds.
 """
@@ -47,7 +49,7 @@ from radixkv.service.client import AsyncClient, Awaits
 BLOCK_SIZE = 64
 _VOCAB_SIZE = 250
 _NEW_TOKENS = 160  # of each turn
-_TIMELY = 1.1  # maximum ratio of a turn's TTFT to that of a hit, to count as timely
+_MAX_TIMELY_RATIO = 1.1  # maximum ratio of a turn's TTFT to that of a hit, to count as timely
 _CONTROL_POOL_SHARE = 1.5  # so that nothing is evicted
 _CONTROL, _WITHOUT, _WITH = "control", "without sessions", "with sessions"
 _PAUSE_S = 0.3  # before each measured request: a server that was idle is slower than one that has just answered
@@ -93,7 +95,7 @@ class Prompts:
 
 
 async def time_prefill(client: AsyncClient, tokens: list[int], **options: Any) -> tuple[float, Any]:
-    """Send a prefill after a pause. Returns the seconds until the answer arrived, and its usage."""
+    """Pause, then send a prefill. Returns the seconds from the call to the answer, and the usage of the answer."""
     await asyncio.sleep(_PAUSE_S)
     start_s = time.perf_counter()
     answer = await client.prefill(tokens, **options)
@@ -130,7 +132,7 @@ class Play:
         self._prompts = prompts
         self._names_sessions = names_sessions
         self._wait_s = wait_s
-        self._turn = asyncio.Lock()  # so that no turn waits for another one to be computed
+        self._prefill_lock = asyncio.Lock()  # so that no prefill is slowed down by another one
 
     async def session(self, name: str, num_tokens: int, num_turns: int, start_s: float) -> None:
         """Play one session."""
@@ -143,13 +145,13 @@ class Play:
             await asyncio.sleep(rng.uniform(0.5, 1.5) * self._wait_s)
             next_prompt = tokens + self._prompts.more(_NEW_TOKENS)
             ttft_s, usage = await self._prefill(next_prompt, options)
-            repeated = len(tokens) - len(tokens) % BLOCK_SIZE
-            missed_tokens = max(0, repeated - usage.cached_tokens)
+            reusable_tokens = len(tokens) - len(tokens) % BLOCK_SIZE
+            missed_tokens = max(0, reusable_tokens - usage.cached_tokens)
             self.turns.append(Turn(len(tokens), ttft_s, usage.host_tokens, missed_tokens))
             tokens = next_prompt
 
     async def _prefill(self, tokens: list[int], options: dict[str, Any]) -> tuple[float, Any]:
-        async with self._turn:
+        async with self._prefill_lock:
             seconds, usage = await time_prefill(self._client, tokens, **options)
         self.ttfts_s.append(seconds)
         self.cached_tokens += usage.cached_tokens
@@ -171,18 +173,18 @@ def ttft_of_hits(control: Play) -> dict[int, float]:
     return {length: statistics.median(samples) for length, samples in ttfts_s.items()}
 
 
-def summarize(play: Play, hits_s: Mapping[int, float]) -> dict[str, Any]:
+def summarize(play: Play, hit_ttft_s: Mapping[int, float]) -> dict[str, Any]:
     """Return the numbers of a play.
 
     Args:
         play: the play.
-        hits_s: the TTFT of hits on the device; see `ttft_of_hits`.
+        hit_ttft_s: the TTFT of hits on the device; see `ttft_of_hits`.
     """
-    ratios = sorted(each.ttft_s / hits_s[each.context_tokens] for each in play.turns)
+    ratios = sorted(each.ttft_s / hit_ttft_s[each.context_tokens] for each in play.turns)
     return {
         "returns": len(play.turns),
         "ready_share": sum(each.is_ready for each in play.turns) / len(play.turns),
-        "timely_share": sum(each <= _TIMELY for each in ratios) / len(ratios),
+        "timely_share": sum(each <= _MAX_TIMELY_RATIO for each in ratios) / len(ratios),
         "ttft_over_hit": {"p50": statistics.median(ratios), "p95": ratios[int(0.95 * len(ratios))]},
         "loaded_tokens": sum(each.loaded_tokens for each in play.turns),
         "computed_again_tokens": sum(each.missed_tokens for each in play.turns),
@@ -191,23 +193,23 @@ def summarize(play: Play, hits_s: Mapping[int, float]) -> dict[str, Any]:
     }
 
 
-def server_settings(options: argparse.Namespace, pool_share: float, record: Path) -> Iterator[str]:
+def server_settings(options: argparse.Namespace, pool_share: float, record_path: Path) -> Iterator[str]:
     """Yield the settings of a server whose pool holds a share of the tokens of all sessions."""
     yield f"cache.capacity_tokens={pool_tokens(options, pool_share)}"
     yield f"cache.block_size={BLOCK_SIZE}"
     yield "cache.probation_share=1"
     yield f"tiers.host_bytes={options.host_bytes}"
-    yield f"server.record_path={record}"
+    yield f"server.record_path={record_path}"
 
 
 def pool_tokens(options: argparse.Namespace, pool_share: float) -> int:
     """Return the capacity in tokens of a pool that holds a share of the tokens of all sessions."""
-    last = options.prompt_tokens + (options.turns + 1) * _NEW_TOKENS
-    return int(pool_share * options.sessions * last) // BLOCK_SIZE * BLOCK_SIZE
+    session_tokens = options.prompt_tokens + (options.turns + 1) * _NEW_TOKENS  # with room for one more turn
+    return int(pool_share * options.sessions * session_tokens) // BLOCK_SIZE * BLOCK_SIZE
 
 
 async def play_sessions(address: str, options: argparse.Namespace, *, names_sessions: bool) -> Play:
-    """Play the sessions, which begin one after the other."""
+    """Play the sessions concurrently. Their starts are spread evenly over one mean wait."""
     async with AsyncClient(address, timeout_s=600) as client:
         play = Play(client, Prompts(2), names_sessions=names_sessions, wait_s=options.wait_s)
         sessions = [
@@ -219,7 +221,7 @@ async def play_sessions(address: str, options: argparse.Namespace, *, names_sess
 
 
 def play_round(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Play the sessions against the three servers, and predict what the last one did. Records into `directory`."""
+    """Play the sessions against the three servers, and predict the last one. Traffic is recorded in `directory`."""
     result: dict[str, Any] = {}
     recorded: dict[str, list[TraceRequest]] = {}
     for name, pool_share, names_sessions in (
@@ -231,10 +233,10 @@ def play_round(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         with ServerProcess(serve_command(options.model, None, settings)) as address:
             play = asyncio.run(play_sessions(address, options, names_sessions=names_sessions))
         recorded[name] = load_trace(directory / name)
-        if name == _CONTROL:
-            hits_s = ttft_of_hits(play)
+        if name == _CONTROL:  # the first server, so that all others are compared with its hits
+            hit_ttft_s = ttft_of_hits(play)
         measured_s = [each.measured.ttft_s for each in recorded[name] if each.measured is not None]
-        result[name] = {**summarize(play, hits_s), "server_ttft_p50_s": statistics.median(measured_s)}
+        result[name] = {**summarize(play, hit_ttft_s), "server_ttft_p50_s": statistics.median(measured_s)}
     for source in (_WITH, _WITHOUT):
         times = times_of(recorded[source])
         predicted = predict(recorded[_WITH], options, times)
@@ -244,7 +246,7 @@ def play_round(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def medians_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return the medians over the rounds of the numbers of each server and each prediction, except nested ones."""
+    """Return the median over the rounds of each number of each server and each prediction, without nested values."""
     return {
         name: {
             key: statistics.median(each[name][key] for each in rounds)

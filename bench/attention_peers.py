@@ -35,7 +35,7 @@ def peer(name: str, sglang: Path | None) -> Prepare:
 
         sdpa_flash      torch's SDPA with the FlashAttention back end, on contiguous K/V
         sdpa_cudnn      torch's SDPA with the cuDNN back end, on contiguous K/V; a mask where there is a prefix
-        cudnn_merged    cuDNN over the prefix and over the suffix, and torch merges both: no mask is read
+        cudnn_merged    cuDNN over the prefix and over the suffix, merged by torch: no mask is read
         fa3_fwd         FlashAttention 3 of the wheel fa3-fwd, on contiguous K/V: it has no paged KV cache
         flex            torch's flex_attention, compiled for the shape, on contiguous K/V
         sglang          SGLang's Triton kernel, over a pool of single tokens, in the order of our blocks
@@ -68,18 +68,18 @@ def _by_token(heads: torch.Tensor) -> torch.Tensor:
     return heads[0].transpose(0, 1)
 
 
-def _contiguous(inputs: AttentionInputs) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _contiguous_sets(inputs: AttentionInputs) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     sets = zip(inputs.queries, inputs.keys, inputs.values, strict=True)
     return [(_by_head(query), _by_head(key), _by_head(value)) for query, key, value in sets]
 
 
-def _calls(inputs: AttentionInputs, attend: Callable[..., torch.Tensor]) -> Calls:
+def _make_calls(inputs: AttentionInputs, attend: Callable[..., torch.Tensor]) -> Calls:
     """Copy each input set into the layout by head, and return a call per set that computes its attention."""
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return _by_token(attend(query, key, value))
 
-    return [partial(call, *each) for each in _contiguous(inputs)]
+    return [partial(call, *each) for each in _contiguous_sets(inputs)]
 
 
 def _sdpa_flash(inputs: AttentionInputs) -> Calls:
@@ -90,7 +90,7 @@ def _sdpa_flash(inputs: AttentionInputs) -> Calls:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return scaled_dot_product_attention(query, key, value, mask, scale=inputs.scale, enable_gqa=True)
 
-    return _calls(inputs, attend)
+    return _make_calls(inputs, attend)
 
 
 def _sdpa_cudnn(inputs: AttentionInputs) -> Calls:
@@ -108,7 +108,7 @@ def _sdpa_cudnn(inputs: AttentionInputs) -> Calls:
                 query, key, value, mask, is_causal=mask is None, scale=inputs.scale, enable_gqa=True
             )
 
-    return _calls(inputs, attend)
+    return _make_calls(inputs, attend)
 
 
 def _cudnn_merged(inputs: AttentionInputs) -> Calls:
@@ -117,18 +117,20 @@ def _cudnn_merged(inputs: AttentionInputs) -> Calls:
     if not prefix:
         raise PeerUnavailable("expected a cached prefix to merge with, got none")
 
-    def part(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
-        attended = torch.ops.aten._scaled_dot_product_cudnn_attention(
+    def attend_part(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
+        """Return the output for some of the keys, and the log-sum-exp of their scores, `[..., 1]`."""
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, is_causal=is_causal, scale=inputs.scale
         )
-        return [attended[0], attended[1].reshape(*query.shape[:3], 1)]
+        return [output, lse.reshape(*query.shape[:3], 1)]
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        cached, cached_lse = part(query, key[:, :, :prefix], value[:, :, :prefix], is_causal=False)
-        new, new_lse = part(query, key[:, :, prefix:], value[:, :, prefix:], is_causal=True)
+        cached, cached_lse = attend_part(query, key[:, :, :prefix], value[:, :, :prefix], is_causal=False)
+        new, new_lse = attend_part(query, key[:, :, prefix:], value[:, :, prefix:], is_causal=True)
+        # Each part is weighted by its share of the sum of the exponentials of all scores.
         return torch.lerp(new, cached, torch.sigmoid(cached_lse - new_lse).to(new.dtype))
 
-    return _calls(inputs, attend)
+    return _make_calls(inputs, attend)
 
 
 def _fa3_fwd(inputs: AttentionInputs) -> Calls:
@@ -155,38 +157,40 @@ def _flex(inputs: AttentionInputs) -> Calls:
     options: dict[str, Any] = {"block_mask": mask, "scale": inputs.scale, "enable_gqa": True}
     if device.type == "cuda":
         torch._dynamo.reset()  # torch compiles only a few shapes of one function
-        return _calls(inputs, partial(torch.compile(flex_attention, fullgraph=True, dynamic=False), **options))
+        return _make_calls(inputs, partial(torch.compile(flex_attention, fullgraph=True, dynamic=False), **options))
 
-    def quietly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend_without_warning(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns if it was not compiled
             attended: Any = flex_attention(query, key, value, **options)
         return attended  # type: ignore[no-any-return]
 
-    return _calls(inputs, quietly)
+    return _make_calls(inputs, attend_without_warning)
 
 
 def _sglang(inputs: AttentionInputs, wheel: Path | None) -> Calls:
     if wheel is None:
         raise PeerUnavailable("--sglang: expected the folder of an unpacked wheel, got none")
-    attend, case, device = load_extend_attention(wheel), inputs.case, inputs.queries[0].device
+    extend_attention, case, device = load_extend_attention(wheel), inputs.case, inputs.queries[0].device
     blocks = inputs.batch.block_tables[0].long()
     offsets = torch.arange(inputs.heads.block_size, device=device)
     slots = (blocks[:, None] * inputs.heads.block_size + offsets).flatten()[: case.num_tokens]
-    starts = [torch.tensor([0, n], dtype=torch.int32, device=device) for n in (case.suffix_tokens, case.prefix_tokens)]
+    # Where the suffix and the prefix of the only request begin and end.
+    bounds = [torch.tensor([0, n], dtype=torch.int32, device=device) for n in (case.suffix_tokens, case.prefix_tokens)]
 
-    def call(query: torch.Tensor, new: list[torch.Tensor], buffers: list[torch.Tensor]) -> torch.Tensor:
+    def call(query: torch.Tensor, suffix_kv: list[torch.Tensor], kv_buffers: list[torch.Tensor]) -> torch.Tensor:
         output = torch.empty_like(query)
-        arguments = (query, *new, output, *buffers, *starts, slots[: case.prefix_tokens])
-        # no mask; the longest suffix; the scales of K and V
-        attend(*arguments, None, True, None, case.suffix_tokens, 1.0, 1.0, sm_scale=inputs.scale)
+        arguments = (query, *suffix_kv, output, *kv_buffers, *bounds, slots[: case.prefix_tokens])
+        # No custom mask, causal, no offsets of a mask; the longest suffix; the scales of K and V.
+        extend_attention(*arguments, None, True, None, case.suffix_tokens, 1.0, 1.0, sm_scale=inputs.scale)
         return output
 
     calls: Calls = []
     num_slots = blocks.numel() * inputs.heads.block_size
-    for query, *tokens in zip(inputs.queries, inputs.keys, inputs.values, strict=True):
-        buffers = [each.new_zeros(num_slots, *each.shape[1:]).index_copy_(0, slots, each) for each in tokens]
-        calls.append(partial(call, query, [each[case.prefix_tokens :] for each in tokens], buffers))
+    for query, *kv in zip(inputs.queries, inputs.keys, inputs.values, strict=True):
+        suffix_kv = [each[case.prefix_tokens :] for each in kv]
+        kv_buffers = [each.new_zeros(num_slots, *each.shape[1:]).index_copy_(0, slots, each) for each in kv]
+        calls.append(partial(call, query, suffix_kv, kv_buffers))
     return calls
 
 
@@ -198,11 +202,13 @@ def _flashinfer(inputs: AttentionInputs, backend: str) -> Calls:
     blocks = inputs.batch.block_tables[0]
     workspace = torch.empty(_FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=backend)
-    ends = [[0, case.suffix_tokens], [0, blocks.numel()]]
+    last_block_tokens = (case.num_tokens - 1) % heads.block_size + 1
+    # Where the queries and the blocks of the only request begin and end.
+    bounds = [[0, case.suffix_tokens], [0, blocks.numel()]]
     wrapper.plan(
-        *(torch.tensor(each, dtype=torch.int32, device=device) for each in ends),
+        *(torch.tensor(each, dtype=torch.int32, device=device) for each in bounds),
         blocks,
-        torch.tensor([(case.num_tokens - 1) % heads.block_size + 1], dtype=torch.int32, device=device),
+        torch.tensor([last_block_tokens], dtype=torch.int32, device=device),
         heads.num_query_heads,
         heads.num_kv_heads,
         heads.head_dim,
@@ -212,7 +218,7 @@ def _flashinfer(inputs: AttentionInputs, backend: str) -> Calls:
         q_data_type=torch.bfloat16,
     )
     # one layer: [num_blocks, 2, num_kv_heads, block_size, head_dim], the layout that FlashInfer takes
-    return [partial(wrapper.run, query, inputs.pool.values[:, i]) for i, query in enumerate(inputs.queries)]
+    return [partial(wrapper.run, query, inputs.pool.values[:, layer]) for layer, query in enumerate(inputs.queries)]
 
 
 def _require_gpu(inputs: AttentionInputs) -> None:

@@ -40,7 +40,7 @@ class Generated:
 
     Attributes:
         ttft_s: time from the call to the first token.
-        token_s: mean time of each later token.
+        token_s: mean time per token after the first one.
     """
 
     token_ids: tuple[int, ...]
@@ -66,19 +66,21 @@ def build_messages(
 async def generate(call: GenerateCall, message: prefill_pb2.GenerateRequest) -> Generated:
     """Send one request and read its tokens."""
     token_ids: list[int] = []
-    start_s = first_s = time.perf_counter()
+    start_s = first_token_s = time.perf_counter()
     async for chunk in call(message, timeout=_TIMEOUT_S):
         if not token_ids and chunk.token_ids:
-            first_s = time.perf_counter()
+            first_token_s = time.perf_counter()
         token_ids += chunk.token_ids
-    num_later = max(1, len(token_ids) - 1)
-    return Generated(tuple(token_ids), first_s - start_s, (time.perf_counter() - first_s) / num_later)
+    num_later_tokens = max(1, len(token_ids) - 1)
+    return Generated(
+        tuple(token_ids), first_token_s - start_s, (time.perf_counter() - first_token_s) / num_later_tokens
+    )
 
 
 async def generate_all(
     call: GenerateCall, messages: Sequence[prefill_pb2.GenerateRequest], concurrency: int
 ) -> tuple[list[Generated], float]:
-    """Send all requests, `concurrency` at a time. Returns the result of each, and the seconds it took."""
+    """Send all requests, `concurrency` at a time. Returns the result of each, and the seconds until all had ended."""
     results: dict[int, Generated] = {}
     indices = iter(range(len(messages)))
 
@@ -95,9 +97,10 @@ async def generate_all(
 async def measure(
     address: str, messages: Sequence[prefill_pb2.GenerateRequest], levels: Sequence[int], rounds: int
 ) -> list[Row]:
-    """Measure all levels in each round.
+    """Measure all concurrency levels in each round.
 
-    Tokens per second are the median over the rounds. Times are p50 and p99 over the requests of all rounds.
+    Tokens per second are the median over the rounds. Times are p50 and p99 over the requests of all rounds. `ratio` is
+    relative to the first level.
 
     Raises:
         AssertionError: a request has too few tokens, or its tokens depend on the other requests of its batch.
@@ -109,19 +112,20 @@ async def measure(
             request_serializer=prefill_pb2.GenerateRequest.SerializeToString,
             response_deserializer=prefill_pb2.GenerateResponse.FromString,
         )
-        # The expected tokens: one request at a time.
-        expected = [each.token_ids for each in (await generate_all(call, messages, 1))[0]]
+        # The tokens that each request must generate at every level.
+        one_at_a_time, _ = await generate_all(call, messages, 1)
+        expected = [each.token_ids for each in one_at_a_time]
         assert all(len(ids) == message.max_new_tokens for ids, message in zip(expected, messages, strict=True))
         measured: dict[int, list[tuple[list[Generated], float]]] = {level: [] for level in levels}
         # Round -1 only checks answers and warms up.
-        for number, level in itertools.product(range(-1, rounds), levels):
+        for round_number, level in itertools.product(range(-1, rounds), levels):
             results, wall_s = await generate_all(call, messages, level)
             assert [each.token_ids for each in results] == expected, (
                 f"{level} at a time: expected the same tokens as one at a time"
             )
-            if number >= 0:
+            if round_number >= 0:
                 measured[level].append((results, wall_s))
-    rows = [_summary(level, each) for level, each in measured.items()]
+    rows = [_summary(level, measured_rounds) for level, measured_rounds in measured.items()]
     for row in rows:
         row["ratio"] = row["tokens_per_s"] / rows[0]["tokens_per_s"]
     return rows

@@ -40,8 +40,11 @@ from radixkv.engine.step import Step
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Generation, Request
 
+# Labels of the forward pass, and of what no other label covers in a step.
 MODEL = "model"
 REST = "rest"
+
+_GENERATION_PROMPT_TOKENS = 64
 
 Row = dict[str, Any]
 
@@ -51,7 +54,7 @@ class BookkeepingCase:
     """A group of requests that are submitted together.
 
     Attributes:
-        num_new_tokens: 0 for prefills. For generations only steps in which all of them decode are measured.
+        num_new_tokens: 0 for prefills. Generations are measured as soon as all of them decode.
     """
 
     num_requests: int
@@ -70,7 +73,7 @@ class PhaseStopwatch:
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_calls: Counter[str] = Counter()
-        self._within_s: list[float] = []  # for each call in progress: time of the labeled calls inside it
+        self._nested_s: list[float] = []  # for each call in progress: time of the labeled calls inside it
 
     def reset(self) -> None:
         """Reset all times and counts."""
@@ -88,17 +91,17 @@ class PhaseStopwatch:
             setattr(owner, name, original)
 
     def _timed(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
-        def timed(*arguments: Any, **named: Any) -> Any:
-            self._within_s.append(0.0)
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            self._nested_s.append(0.0)
             start_s = time.perf_counter()
             try:
-                return function(*arguments, **named)
+                return function(*arguments, **keywords)
             finally:
                 took_s = time.perf_counter() - start_s
-                self.seconds[label] += took_s - self._within_s.pop()
+                self.seconds[label] += took_s - self._nested_s.pop()
                 self.num_calls[label] += 1
-                if self._within_s:
-                    self._within_s[-1] += took_s
+                if self._nested_s:
+                    self._nested_s[-1] += took_s
 
         return timed
 
@@ -117,7 +120,7 @@ class BookkeepingBench:
 
     @contextlib.contextmanager
     def measure_phases(self) -> Iterator[None]:
-        """Measure inside a `with` statement."""
+        """Measure the phases of all steps inside a `with` statement."""
         with contextlib.ExitStack() as watches:
             for owner, name, label in (
                 (self._runner, "start", MODEL),
@@ -136,7 +139,7 @@ class BookkeepingBench:
             yield
 
     def submit(self, case: BookkeepingCase, **params: Any) -> list[Future[Any]]:
-        """Submit a case's requests. The first tokens of prompts count up, and repeat after `vocab_size` prompts."""
+        """Submit a case's requests. First tokens count up, so they repeat only after `vocab_size` prompts."""
         futures: list[Future[Any]] = []
         vocab_size = self._runner.model.vocab_size
         for _ in range(case.num_requests):
@@ -147,12 +150,12 @@ class BookkeepingBench:
                 sampling = Sampling(case.num_new_tokens, seed=0, ignore_eos=True)
                 generation = Generation(sampling, frozenset(), lambda _: None)
             futures.append(Future())
-            request = PrefillParams(ids.tobytes(), **params)
-            self.core.submit(Request(request, Namespace("bench"), futures[-1], time.monotonic(), generation))
+            prefill_params = PrefillParams(ids.tobytes(), **params)
+            self.core.submit(Request(prefill_params, Namespace("bench"), futures[-1], time.monotonic(), generation))
         return futures
 
     def check(self, prompt_tokens: int) -> None:
-        """Check that a prompt has the same logits whether the core computes it in chunks or the model at once.
+        """Check that a prompt has the same logits in chunks, computed by the core, and at once, computed by the runner.
 
         Raises:
             AssertionError: a bit differs.
@@ -184,14 +187,14 @@ class BookkeepingBench:
         with self.measure_phases():
             self.finish(futures)
         num_steps = self.stopwatch.num_calls[REST]
-        ms = {label: seconds * 1e3 / num_steps for label, seconds in self.stopwatch.seconds.items()}
-        step_ms = sum(ms.values())
+        ms_per_step = {label: seconds * 1e3 / num_steps for label, seconds in self.stopwatch.seconds.items()}
+        step_ms = sum(ms_per_step.values())
         return {
             "steps": num_steps,
             "step_ms": step_ms,
-            "bookkeeping_ms": step_ms - ms[MODEL],
-            "share": 1 - ms[MODEL] / step_ms,
-            "parts_ms": {label: each for label, each in ms.items() if label != MODEL},
+            "bookkeeping_ms": step_ms - ms_per_step[MODEL],
+            "share": 1 - ms_per_step[MODEL] / step_ms,
+            "parts_ms": {label: part_ms for label, part_ms in ms_per_step.items() if label != MODEL},
         }
 
 
@@ -207,7 +210,7 @@ def measure(bench: BookkeepingBench, cases: Sequence[BookkeepingCase], rounds: i
             row = bench.measure(case)
             if number >= 0:
                 measured.setdefault(case, []).append(row)
-                yield [_summary(each, rows) for each, rows in measured.items()]
+                yield [_summary(each_case, case_rounds) for each_case, case_rounds in measured.items()]
 
 
 def _summary(case: BookkeepingCase, rounds: list[Row]) -> Row:
@@ -226,11 +229,11 @@ def _summary(case: BookkeepingCase, rounds: list[Row]) -> Row:
 
 
 def _line(row: Row) -> str:
-    parts = sorted(row["parts_ms"].items(), key=lambda part: -part[1])
+    largest_first = sorted(row["parts_ms"].items(), key=lambda part: -part[1])
     return (
         f"{row['kind']:>7} {row['requests']:>3} x {row['prompt_tokens']:>5} {row['steps']:>5} {row['step_ms']:9.2f} "
         f"{row['bookkeeping_ms']:11.3f} {row['share']:8.3%}  "
-        + ", ".join(f"{label} {ms * 1e3:.0f}" for label, ms in parts)
+        + ", ".join(f"{label} {ms * 1e3:.0f}" for label, ms in largest_first)
     )
 
 
@@ -256,8 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     cases = [BookkeepingCase(1, num_tokens) for num_tokens in options.prompts]
     cases += [BookkeepingCase(batch, options.step_tokens // batch) for batch in options.batches]
-    cases += [BookkeepingCase(batch, 64, options.new_tokens) for batch in options.generations]
-    # Room for at most two rounds, so that earlier prompts are evicted.
+    cases += [BookkeepingCase(batch, _GENERATION_PROMPT_TOKENS, options.new_tokens) for batch in options.generations]
+    # The pool holds at most two rounds, so that earlier prompts are evicted.
     pool_tokens = 2 * sum(case.num_requests * (case.prompt_tokens + case.num_new_tokens + BLOCK_SIZE) for case in cases)
     runner = build_runner(
         options.shape, options.layers, getattr(torch, options.dtype), options.device, pool_tokens, is_exact=True

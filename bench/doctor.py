@@ -2,13 +2,15 @@
 
     python -m bench.doctor --json bench/results/doctor.json
 
-For each fault, and for 1 %, 10 % and 50 % of the requests, it makes the same traffic with the fault and without it.
-With `--live`, the traffic passes through the profiler of misses that a server runs, which examines every miss here.
+For each fault, and for 1 %, 10 % and 50 % of the requests, the benchmark makes the same traffic with the fault and
+without it. With `--live`, the traffic passes through the profiler of misses that a server runs, which examines every
+miss here.
 
-A replay of both through the cache shows how many tokens each request loses to the faults. A request with a fault counts
-as found if the reported cause is that of the fault. A finding is false if its request lost fewer than 32 tokens, or if
-the request has no fault and the reported cause is another one. (A request without a fault may lose its last turn, if
-that turn was cached with a fault.) With `--live`, groups of requests are counted instead; see `run_profiler`.
+A replay of both kinds of traffic through the cache shows how many tokens each request loses to the faults. A request
+with a fault that lost at least 64 tokens counts as found if the reported cause is that of the fault. A finding is false
+if its request lost fewer than 32 tokens, or if the request has no fault and the reported cause is not that of the
+planted fault. (A request without a fault may lose its last turn, if that turn was cached with a fault.) With `--live`,
+groups of requests are counted instead; see `run_profiler`.
 """
 
 from __future__ import annotations
@@ -49,12 +51,12 @@ class Result:
         share: share of the requests in which it was planted.
         has_sessions: whether the log names the sessions.
         requests: number of requests.
-        planted: requests with the fault that lost at least `MIN_LOST_TOKENS`; from `run_profiler`, all requests that
-            lost at least `MIN_MISSED_TOKENS`.
-        found: how many of these have the right cause.
+        planted: requests with the fault that lost at least `MIN_LOST_TOKENS`; from `run_profiler`, all requests, with
+            the fault or not, that lost at least `MIN_MISSED_TOKENS`.
+        found: how many of the `planted` requests have the right cause.
         other_requests: requests without the fault.
         false: findings for requests that lost fewer than half of `MIN_LOST_TOKENS`, or that have no fault while the
-            cause is another one; for the live profiler, see `run_profiler`.
+            reported cause is not `cause`; for the live profiler, see `run_profiler`.
         lost_tokens: tokens that were computed only because of the fault.
         saved_tokens: tokens that fixing the right cause saves, as reported.
     """
@@ -104,7 +106,7 @@ def computed_tokens(requests: Sequence[AgentRequest]) -> list[int]:
 def run_doctor(traffic: Traffic, fault: Fault, share: float, *, has_sessions: bool = True) -> Result:
     """Plant a fault in a share of the requests, and compare what `radixkv doctor` finds with the truth."""
     requests = traffic.requests(fault, share)
-    excess = _excess(traffic, requests)
+    lost_tokens = _lost_tokens(traffic, requests)
     with PromptLog() as log:
         for index, each in enumerate(requests):
             session = each.session if has_sessions else ""
@@ -112,25 +114,26 @@ def run_doctor(traffic: Traffic, fault: Fault, share: float, *, has_sessions: bo
             log.add(prompt, each.token_ids, each.answer_ids)
         report = diagnose(log, Examiner(traffic.tokenizer.decode), min_lost_tokens=MIN_LOST_TOKENS)
     num_planted = num_found = num_false = 0
-    for each, finding, lost in zip(requests, report.findings, excess, strict=True):
+    for request, finding, num_lost in zip(requests, report.findings, lost_tokens, strict=True):
         is_right = finding is not None and finding.key.cause is fault.cause
-        if each.is_planted and lost >= MIN_LOST_TOKENS:
+        if request.is_planted and num_lost >= MIN_LOST_TOKENS:
             num_planted += 1
             num_found += is_right
-        has_lost = lost >= MIN_LOST_TOKENS // 2
-        num_false += finding is not None and not (has_lost and (is_right or each.is_planted))
+        has_lost_enough = num_lost >= MIN_LOST_TOKENS // 2
+        if finding is not None and not (has_lost_enough and (is_right or request.is_planted)):
+            num_false += 1
     return Result(
-        fault.name,
-        fault.cause.value,
-        share,
-        has_sessions,
-        len(requests),
-        num_planted,
-        num_found,
-        sum(not each.is_planted for each in requests),
-        num_false,
-        sum(excess),
-        sum(each.saved_tokens or 0 for each in report.groups if each.key.cause is fault.cause),
+        fault=fault.name,
+        cause=fault.cause.value,
+        share=share,
+        has_sessions=has_sessions,
+        requests=len(requests),
+        planted=num_planted,
+        found=num_found,
+        other_requests=sum(not each.is_planted for each in requests),
+        false=num_false,
+        lost_tokens=sum(lost_tokens),
+        saved_tokens=sum(each.saved_tokens or 0 for each in report.groups if each.key.cause is fault.cause),
     )
 
 
@@ -138,32 +141,34 @@ def run_profiler(traffic: Traffic, fault: Fault, share: float, *, has_sessions: 
     """Plant a fault in a share of the requests, and compare what the profiler of a server finds with the truth.
 
     A profiler reports groups of requests with one cause, not single requests. So `found` is the size of the groups
-    with the right cause, at most `planted`: the requests with the fault, and those after them that lose tokens as well.
-    `false` is the size of all other groups, and what exceeds `planted`.
+    with the right cause, at most `planted`, the number of requests that lost tokens: those with the fault, and those
+    after them that lose tokens as well. `false` is the size of all other groups, plus the number by which the size of
+    the groups with the right cause exceeds `planted`.
     """
     requests = traffic.requests(fault, share)
-    excess = _excess(traffic, requests)
+    lost_tokens = _lost_tokens(traffic, requests)
     report = live_profile(requests, traffic.tokenizer.decode, has_sessions=has_sessions)
     groups = [group for _, group in report.groups]
-    right = [each for each in groups if each.key.cause is fault.cause]
-    num_lost = sum(lost >= MIN_MISSED_TOKENS for lost in excess)
-    num_right = sum(each.num_prompts for each in right)
+    right_groups = [each for each in groups if each.key.cause is fault.cause]
+    num_planted = sum(each >= MIN_MISSED_TOKENS for each in lost_tokens)
+    num_right = sum(each.num_prompts for each in right_groups)
+    num_others = sum(each.num_prompts for each in groups) - num_right
     return Result(
-        fault.name,
-        fault.cause.value,
-        share,
-        has_sessions,
-        len(requests),
-        num_lost,
-        min(num_right, num_lost),
-        sum(not each.is_planted for each in requests),
-        sum(each.num_prompts for each in groups) - num_right + max(0, num_right - num_lost),
-        sum(excess),
-        sum(each.lost_tokens for each in right),
+        fault=fault.name,
+        cause=fault.cause.value,
+        share=share,
+        has_sessions=has_sessions,
+        requests=len(requests),
+        planted=num_planted,
+        found=min(num_right, num_planted),
+        other_requests=sum(not each.is_planted for each in requests),
+        false=num_others + max(0, num_right - num_planted),
+        lost_tokens=sum(lost_tokens),
+        saved_tokens=sum(each.lost_tokens for each in right_groups),
     )
 
 
-def _excess(traffic: Traffic, requests: Sequence[AgentRequest]) -> list[int]:
+def _lost_tokens(traffic: Traffic, requests: Sequence[AgentRequest]) -> list[int]:
     """Return how many tokens each request computes only because of the faults."""
     pairs = zip(computed_tokens(requests), computed_tokens(traffic.requests(None, 0)), strict=True)
     return [with_fault - without for with_fault, without in pairs]
@@ -191,8 +196,8 @@ def main() -> None:
             continue
         for share in SHARES:
             for has_sessions in (True, False):
-                run = run_profiler if arguments.live else run_doctor
-                result = run(traffic, fault, share, has_sessions=has_sessions)
+                find_faults = run_profiler if arguments.live else run_doctor
+                result = find_faults(traffic, fault, share, has_sessions=has_sessions)
                 results.append(result)
                 print(
                     f"{result.fault:42} {share:5.0%} {'sessions' if has_sessions else 'none':8} "

@@ -41,7 +41,7 @@ from radixkv.service.cli.argument_types import positive
 
 NUM_CHOICES = 4
 _PASSAGE_SENTENCES = 5
-_SENTENCE_CHARACTERS = (40, 240)
+_SENTENCE_CHARACTERS = (40, 240)  # the shortest and the longest sentence that is used
 _TOLERANCE = 1e-3  # relative, or absolute for log probabilities above -1
 _WARM_UP_QUESTIONS = 2
 
@@ -64,15 +64,15 @@ class Question:
 Score = Callable[[Sequence[Question]], list[float]]  # log probabilities of all choices of all questions, in order
 
 
-def make_questions(number: int, seed: int = 0) -> list[Question]:
+def make_questions(num_questions: int, seed: int = 0) -> list[Question]:
     """Make questions from books. The same seed gives the same questions."""
     rng = random.Random(seed)
     sentences: list[str] = []
     for document in held_out_documents():
-        split = (" ".join(each.split()) for each in re.split(r"(?<=[.!?])\s+", document.text))
-        sentences += [each for each in split if _SENTENCE_CHARACTERS[0] <= len(each) <= _SENTENCE_CHARACTERS[1]]
+        on_one_line = (" ".join(each.split()) for each in re.split(r"(?<=[.!?])\s+", document.text))
+        sentences += [each for each in on_one_line if _SENTENCE_CHARACTERS[0] <= len(each) <= _SENTENCE_CHARACTERS[1]]
     questions = []
-    for start in rng.sample(range(len(sentences) - _PASSAGE_SENTENCES), number):
+    for start in rng.sample(range(len(sentences) - _PASSAGE_SENTENCES), num_questions):
         end = start + _PASSAGE_SENTENCES
         choices = [f" {each}" for each in (sentences[end], *rng.sample(sentences, NUM_CHOICES - 1))]
         right = rng.randrange(NUM_CHOICES)
@@ -98,7 +98,8 @@ class TransformersScores:
         self._tokenizer = AutoTokenizer.from_pretrained(path)
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self._shots = shots
-        self._shot_ids = self._tokenizer.encode(shots)[:-1]  # the last token may be another one before a question
+        # Without the last token, which may be another one when a question follows the examples.
+        self._shot_ids = self._tokenizer.encode(shots)[:-1]
 
     def plain(self, questions: Sequence[Question]) -> list[float]:
         """Compute all tokens of each choice."""
@@ -113,23 +114,24 @@ class TransformersScores:
 
     def _score(self, question: Question, cache: DynamicCache | None) -> list[float]:
         context = self._shots + context_of(question)
-        num_context = len(self._tokenizer.encode(context))
+        num_context_tokens = len(self._tokenizer.encode(context))
         rows = [self._tokenizer.encode(context + choice) for choice in question.choices]
         start = 0 if cache is None else len(self._shot_ids)
         if any(row[:start] != self._shot_ids[:start] for row in rows):
             raise ValueError("the examples have other tokens before this question")
         options: dict[str, Any] = {}
         if cache is not None:
-            own = copy.deepcopy(cache)
-            own.batch_repeat_interleave(NUM_CHOICES)
-            options[cache_name(self._model)] = own
+            question_cache = copy.deepcopy(cache)
+            question_cache.batch_repeat_interleave(NUM_CHOICES)
+            options[cache_name(self._model)] = question_cache
         length = max(map(len, rows))
         ids = torch.tensor([row[start:] + [0] * (length - len(row)) for row in rows])  # [num_choices, length - start]
-        with torch.inference_mode():  # padding is on the right, so it changes nothing before it
-            logits = self._model(ids, logits_to_keep=length - num_context + 1, **options).logits
-        logprobs = logits.log_softmax(-1)  # [num_choices, length - num_context + 1, vocab_size]
+        num_logits = length - num_context_tokens + 1  # from the last token of the context, which predicts the choice
+        with torch.inference_mode():  # padding is on the right, so the tokens before it do not attend to it
+            logits = self._model(ids, logits_to_keep=num_logits, **options).logits
+        logprobs = logits.log_softmax(-1)  # [num_choices, num_logits, vocab_size]
         return [
-            sum(float(logprobs[index, at, token]) for at, token in enumerate(row[num_context:]))
+            sum(float(logprobs[index, position, token]) for position, token in enumerate(row[num_context_tokens:]))
             for index, row in enumerate(rows)
         ]
 
@@ -142,7 +144,7 @@ class EvaluatorScores:
         shots: the text of the examples.
 
     Attributes:
-        evaluator: counts the tokens of the last call.
+        evaluator: the evaluator of the last call, which counted its tokens.
     """
 
     def __init__(self, llm: LLM, shots: str) -> None:
@@ -171,7 +173,7 @@ def require_agreement(expected: Sequence[float], actual: Sequence[float], name: 
 
 
 def measure(path: Path, num_questions: int, num_shots: int, rounds: int) -> dict[str, Any]:
-    """Measure all ways in turn."""
+    """Measure all ways to score the questions, in turn, and compare their log probabilities."""
     examples, questions = make_questions(num_shots, seed=1), make_questions(num_questions)
     shots = "".join(f"{context_of(each)}{each.choices[each.right]}\n\n" for each in examples)
     transformers = TransformersScores(path, shots)
@@ -194,10 +196,10 @@ def measure(path: Path, num_questions: int, num_shots: int, rounds: int) -> dict
         tokens = {"prompt": ours.evaluator.num_prompt_tokens, "cached": ours.evaluator.num_cached_tokens}
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     expected = scores["transformers"]
-    right = [
-        max(range(NUM_CHOICES), key=lambda choice: expected[index * NUM_CHOICES + choice]) == question.right
-        for index, question in enumerate(questions)
-    ]
+    num_right = 0
+    for index, question in enumerate(questions):
+        choice_scores = expected[index * NUM_CHOICES : (index + 1) * NUM_CHOICES]
+        num_right += choice_scores.index(max(choice_scores)) == question.right
     return {
         "questions": num_questions,
         "shots": num_shots,
@@ -206,7 +208,7 @@ def measure(path: Path, num_questions: int, num_shots: int, rounds: int) -> dict
         "over_transformers": {name: each / medians["transformers"] for name, each in medians.items()},
         "context_tokens": tokens,
         "largest_difference": {name: require_agreement(expected, each, name) for name, each in scores.items()},
-        "accuracy": sum(right) / num_questions,
+        "accuracy": num_right / num_questions,
     }
 
 

@@ -33,6 +33,7 @@ from radixkv.storage.device_pool import KVStorage
 BLOCK_SIZE = 64
 VOCAB_SIZE = 32_000
 MODES = ("exact", "fast")
+_CACHED_TOKENS = 2048  # before each suffix
 
 # The layers of Qwen2 0.5B and of Llama 3 8B.
 SHAPES = {
@@ -72,7 +73,10 @@ def build_runner(
 
 
 def prefill_s(runner: Runner, num_tokens: int, cached_tokens: int, chunk_tokens: int) -> float:
-    """Compute the tokens after the cached ones, chunk by chunk. Returns the seconds it took."""
+    """Compute the tokens after the cached ones, chunk by chunk. Returns the seconds until the last chunk was computed.
+
+    The K/V of the cached tokens are whatever the pool contains.
+    """
     tokens = np.random.default_rng(0).integers(0, runner.model.vocab_size, num_tokens).astype("<u4").tobytes()
     block_ids = np.arange(-(-num_tokens // BLOCK_SIZE), dtype=np.int32)
     start_s = time.perf_counter()
@@ -91,8 +95,9 @@ def measure(
         for mode in MODES:
             seconds[mode].append(prefill_s(runners[mode], num_tokens, cached_tokens, step_tokens))
     medians = {f"{mode}_s": statistics.median(each) for mode, each in seconds.items()}
-    ratio = statistics.median(exact / fast for exact, fast in zip(*seconds.values(), strict=True))
-    return {"computed_tokens": num_tokens - cached_tokens, "cached_tokens": cached_tokens, **medians, "ratio": ratio}
+    ratios = [exact_s / fast_s for exact_s, fast_s in zip(seconds["exact"], seconds["fast"], strict=True)]
+    lengths = {"computed_tokens": num_tokens - cached_tokens, "cached_tokens": cached_tokens}
+    return {**lengths, **medians, "ratio": statistics.median(ratios)}
 
 
 def main() -> None:
@@ -104,7 +109,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="tokens of each prompt")
     parser.add_argument(
-        "--suffixes", type=int, nargs="*", default=[1, 16, 64], help="numbers of tokens after 2,048 cached ones"
+        "--suffixes",
+        type=int,
+        nargs="*",
+        default=[1, 16, 64],
+        help=f"numbers of tokens after {_CACHED_TOKENS:,} cached ones",
     )
     parser.add_argument("--step-tokens", type=int, default=512, help="engine.max_step_tokens; default 512")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
@@ -120,7 +129,7 @@ def main() -> None:
         "step_tokens": options.step_tokens,
         **describe_run("bench.exactness"),
     }
-    longest = max(*options.prompts, 2048 + max(options.suffixes, default=0))
+    longest = max(*options.prompts, _CACHED_TOKENS + max(options.suffixes, default=0))
     for dtype in options.dtypes:
         runners = {
             mode: build_runner(
@@ -133,7 +142,7 @@ def main() -> None:
             )
             for mode in MODES
         }
-        lengths = [(n, 0) for n in options.prompts] + [(2048 + n, 2048) for n in options.suffixes]
+        lengths = [(n, 0) for n in options.prompts] + [(_CACHED_TOKENS + n, _CACHED_TOKENS) for n in options.suffixes]
         measure(runners, min(options.step_tokens, longest), 0, 1, options.step_tokens)  # warm up
         for num_tokens, cached_tokens in lengths:
             row = {"dtype": dtype, **measure(runners, num_tokens, cached_tokens, options.rounds, options.step_tokens)}

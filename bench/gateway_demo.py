@@ -32,9 +32,10 @@ _SETTINGS = ("gateway.enabled=true", "cache.capacity_tokens=32768", "server.drai
 _MODEL = "tiny"
 _NUM_CONVERSATIONS = 8
 _NUM_TURNS = 6
-_NUM_AT_ONCE = 4
-_NUM_TIMED = 40
+_CONCURRENCY = 4
+_NUM_TIMED_CALLS = 40
 _TIMEOUT_S = 60.0
+# Begins with the number of the conversation, so that the system messages of conversations share no prefix.
 _SYSTEM = "{0}{0}{0} is your number. You answer in short sentences, in plain English, and never guess. " * 3
 
 
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with ExitStack() as stack:
             servers = [ServerProcess(serve_command(_MODEL, "cpu", _SETTINGS)) for _ in range(2)]
-            with ThreadPoolExecutor(len(servers)) as threads:  # they load at the same time
+            with ThreadPoolExecutor(len(servers)) as threads:  # the servers load at the same time
                 addresses = list(threads.map(stack.enter_context, servers))
             say("servers", f"{' and '.join(addresses)}: radixkv serve --model {_MODEL} --set gateway.enabled=true")
             url = stack.enter_context(GatewayProcess(addresses))
@@ -66,28 +67,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(client: OpenAI, url: str, servers: Sequence[ServerProcess], addresses: Sequence[str]) -> int:
+    """Send all questions, kill a server between them, and print what happens. Returns the exit status."""
     question = _messages(0, 0)
     first, again = (_ask(client, question) for _ in range(2))
     say("chat", f"{first.choices[0].message.content!r}, {_prompt_tokens(first)}")
     say("again", f"{again.choices[0].message.content!r}, {_prompt_tokens(again)}")
-    pieces = client.chat.completions.create(model=_MODEL, messages=question, max_tokens=8, temperature=0, stream=True)
-    texts = [piece.choices[0].delta.content for piece in pieces if piece.choices and piece.choices[0].delta.content]
+    chunks = client.chat.completions.create(model=_MODEL, messages=question, max_tokens=8, temperature=0, stream=True)
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
     say("stream", " | ".join(map(repr, texts)))
-    first_tokens = time_first_tokens(url, addresses[0], _MODEL, _NUM_TIMED)
+    first_tokens = time_first_tokens(url, addresses[0], _MODEL, _NUM_TIMED_CALLS)
     say("ttft", f"{first_tokens.gateway_ms:.1f} ms, {first_tokens.direct_ms:.1f} ms without the gateway: medians")
     before_kill = _converse(client, range(_NUM_TURNS))
     say("talk", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} turns, {before_kill}")
-    shares = [num_finished(address) for address in addresses]
-    say("shared by", ", ".join(f"{address}: {share}" for address, share in zip(addresses, shares, strict=True)))
-    victim = shares.index(max(shares))
-    os.kill(servers[victim].pid or 0, signal.SIGKILL)
+    counts = [num_finished(address) for address in addresses]
+    say("shared by", ", ".join(f"{address}: {count}" for address, count in zip(addresses, counts, strict=True)))
+    victim = counts.index(max(counts))
+    victim_pid = servers[victim].pid
+    assert victim_pid is not None, "the server was started"
+    os.kill(victim_pid, signal.SIGKILL)
     say("kill -9", f"{addresses[victim]}, which answered most questions, is gone; sending more")
     after_kill = _converse(client, range(_NUM_TURNS, 2 * _NUM_TURNS))
     say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {after_kill}")
     failures = (*before_kill.failures, *after_kill.failures)
     is_same = first.choices[0].message.content == again.choices[0].message.content
-    answered = "every question was answered" if is_same else "a repeated question got another answer"
-    say("end", f"{len(failures)} failed, first: {failures[0]}" if failures else answered)
+    if failures:
+        outcome = f"{len(failures)} failed, first: {failures[0]}"
+    else:
+        outcome = "every question was answered" if is_same else "a repeated question got another answer"
+    say("end", outcome)
     return 0 if is_same and not failures else 1
 
 
@@ -103,16 +110,16 @@ def _converse(client: OpenAI, turns: range) -> Talk:
             return str(error)
 
     questions = [(turn, conversation) for turn in turns for conversation in range(_NUM_CONVERSATIONS)]
-    with ThreadPoolExecutor(_NUM_AT_ONCE) as threads:
+    with ThreadPoolExecutor(_CONCURRENCY) as threads:
         return Talk(list(threads.map(lambda each: ask(*each), questions)))
 
 
-def _messages(conversation: int, num_turns: int) -> Any:
+def _messages(conversation: int, last_turn: int) -> Any:
     """Return the messages of a conversation up to the question of a turn, with fixed answers to earlier questions."""
     messages = [{"role": "system", "content": _SYSTEM.format(conversation)}]
-    for turn in range(num_turns + 1):
+    for turn in range(last_turn + 1):
         messages.append({"role": "user", "content": f"Question {turn} of conversation {conversation}: and then?"})
-        if turn < num_turns:
+        if turn < last_turn:
             messages.append({"role": "assistant", "content": f"Answer {turn}."})
     return messages
 

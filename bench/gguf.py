@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,11 @@ Result = dict[str, Any]
 
 def build_rows(prompt_tokens: int, new_tokens: int) -> dict[str, PeerRow]:
     """Return the rows to measure: the prefill of a prompt that is not cached, and decoding after a short prompt."""
-    few = min(prompt_tokens, 128)
+    one_prompt = partial(PeerRow, model="llama", shared_tokens=0, num_prompts=1, at_once=1)
+    short_prompt_tokens = min(prompt_tokens, 128)
     return {
-        "prefill": PeerRow("prefill", "request", "llama", 0, prompt_tokens, 1, 1, 1),
-        "decode": PeerRow("decode", "token", "llama", 0, few, 1, 1, new_tokens + 1),
+        "prefill": one_prompt(title="prefill", unit="request", own_tokens=prompt_tokens, new_tokens=1),
+        "decode": one_prompt(title="decode", unit="token", own_tokens=short_prompt_tokens, new_tokens=new_tokens + 1),
     }
 
 
@@ -48,36 +50,40 @@ def measure(workers: dict[str, WorkerProcess], rows: dict[str, PeerRow], repetit
         For each row, milliseconds per token by engine and the ratio of radixkv to llama.cpp; then the memory in MB.
     """
     results: list[Result] = []
-    for name, row in rows.items():
+    for row_name, row in rows.items():
         samples: dict[str, list[PeerSample]] = {engine: [] for engine in workers}
         for number in range(-1, repetitions):  # the first one warms up
             for engine in list(workers) if number % 2 else list(workers)[::-1]:
-                sample = row.measure(workers[engine].run, f"{name} {number}")
+                sample = row.measure(workers[engine].run, f"{row_name} {number}")
                 if number >= 0:
                     samples[engine].append(sample)
-        tokens = row.own_tokens if row.unit == "request" else 1
-        wall, cpu = (
-            {
-                engine: 1e3 / tokens * statistics.median(getattr(each, key) for each in by)
-                for engine, by in samples.items()
-            }
-            for key in ("wall_s", "cpu_s")
-        )
-        same = [
-            ours.first_tokens == theirs.first_tokens
-            for ours, theirs in zip(samples[_OURS], samples.get(_PEER, ()), strict=False)
-        ]
-        results.append({"row": name, "ms": wall, "cpu_ms": cpu, "ratio": _ratio(wall), "same_first_tokens": sum(same)})
-    memory = {engine: worker.resident_bytes / 1e6 for engine, worker in workers.items()}
-    results.append({"row": "memory", "mb": memory, "ratio": _ratio(memory)})
+        tokens_per_sample = row.own_tokens if row.unit == "request" else 1
+        ms_factor = 1e3 / tokens_per_sample  # from seconds per sample to milliseconds per token
+        wall_ms = {
+            engine: ms_factor * statistics.median(sample.wall_s for sample in of_engine)
+            for engine, of_engine in samples.items()
+        }
+        cpu_ms = {
+            engine: ms_factor * statistics.median(sample.cpu_s for sample in of_engine)
+            for engine, of_engine in samples.items()
+        }
+        num_same = 0
+        if _PEER in samples:
+            for ours, theirs in zip(samples[_OURS], samples[_PEER], strict=True):
+                num_same += ours.first_tokens == theirs.first_tokens
+        times = {"ms": wall_ms, "cpu_ms": cpu_ms, "ratio": _ratio(wall_ms)}
+        results.append({"row": row_name, **times, "same_first_tokens": num_same})
+    memory_mb = {engine: worker.resident_bytes / 1e6 for engine, worker in workers.items()}
+    results.append({"row": "memory", "mb": memory_mb, "ratio": _ratio(memory_mb)})
     return results
 
 
 def _ratio(by_engine: dict[str, float]) -> float | None:
+    """Return the ratio of radixkv to llama.cpp; None if llama.cpp was not measured."""
     return by_engine[_OURS] / by_engine[_PEER] if _PEER in by_engine else None
 
 
-def _worker(
+def _build_worker(
     engine: str, file: Path, threads: int, context_tokens: int, environments: Environments, cache: Path
 ) -> WorkerProcess:
     module, mode, environment = _WORKERS[engine]
@@ -87,27 +93,29 @@ def _worker(
     return WorkerProcess(engine, command, environments.variables())
 
 
-def _files(options: argparse.Namespace, environments: Environments) -> list[Path]:
+def _prepare_files(options: argparse.Namespace, environments: Environments) -> list[Path]:
+    """Return the files to measure. Downloads and requantizes SmolLM2 if no models are given and it is not cached."""
     if options.models:
         return [file.absolute() for file in options.models]
-    small = small_model_file()
-    models = options.cache.absolute() / "models"
-    models.mkdir(parents=True, exist_ok=True)
-    requantized = models / small.name.replace("Q4_1", "Q8_0")
-    if not requantized.is_file():
-        partial = models / "partial.gguf"
-        environments.run(None, ["-m", "bench.parts.peers.gguf_requantized", small, partial], requantized.name)
-        partial.replace(requantized)
-    return [small, requantized]
+    small_file = small_model_file()
+    folder = options.cache.absolute() / "models"
+    folder.mkdir(parents=True, exist_ok=True)
+    requantized_file = folder / small_file.name.replace("Q4_1", "Q8_0")
+    if not requantized_file.is_file():
+        unfinished_file = folder / "partial.gguf"
+        command = ["-m", "bench.parts.peers.gguf_requantized", small_file, unfinished_file]
+        environments.run(None, command, requantized_file.name)
+        unfinished_file.replace(requantized_file)
+    return [small_file, requantized_file]
 
 
 def _line(row: Result) -> str:
     unit = "MB" if row["row"] == "memory" else "ms"
     values = row[unit.lower()]
-    shown = "  ".join(f"{engine} {value:.2f} {unit}" for engine, value in values.items())
-    return f"{row['model']}, {row['threads']} thread{'s' if row['threads'] > 1 else ''}, {row['row']}: {shown}" + (
-        "" if row["ratio"] is None else f"  ratio {row['ratio']:.2f}"
-    )
+    shown_values = "  ".join(f"{engine} {value:.2f} {unit}" for engine, value in values.items())
+    shown_ratio = "" if row["ratio"] is None else f"  ratio {row['ratio']:.2f}"
+    threads = f"{row['threads']} thread{'s' if row['threads'] > 1 else ''}"
+    return f"{row['model']}, {threads}, {row['row']}: {shown_values}{shown_ratio}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     versions: dict[str, dict[str, str]] = {}
     skipped: dict[str, str] = {}
     try:
-        files = _files(options, environments)
+        files = _prepare_files(options, environments)
     except (NotFetched, NotInstalled) as error:
         print(f"bench.gguf: {error}", file=sys.stderr)
         return 1
@@ -128,7 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with ExitStack() as stack:
                 for engine in _WORKERS:
                     try:
-                        process = _worker(engine, file, threads, options.context_tokens, environments, options.cache)
+                        process = _build_worker(
+                            engine, file, threads, options.context_tokens, environments, options.cache
+                        )
                     except NotInstalled as error:
                         skipped[engine] = str(error)
                         continue

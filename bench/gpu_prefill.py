@@ -6,9 +6,9 @@
 Each prompt is computed in variants: after the cached prefix; the same without CUDA graphs; a long suffix in steps
 of 512 tokens; by the same engine without the cache; and by transformers with a cache that holds the prefix, whose
 attention repeats K and V for each query head and uses no CUDA graph. Answers with and without the cache are compared
-before anything is timed, and that of transformers before transformers is timed. A row is printed and written as soon as
-our own time is known, and again after each of the others. The lower bound is the time to read all weights once, at the
-rate at which this device copies memory.
+before anything is timed, and the answer of transformers before transformers is timed. A row is printed and written as
+soon as our own time with the cache is known, and again after each of the other variants. The lower bound is the time to
+read all weights once, at the rate at which this device copies memory.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from bench.parts.environment import describe_run
 from bench.parts.kernel_row import Row, describe_error
 from bench.parts.result_file import write_json
 
-# Goals for a short suffix after a long prefix: at most this multiple of the time to read the weights, and at least this
-# speedup compared with no cache.
+# Goals for a short suffix after a long prefix, in tokens: at most this multiple of the time to read the weights, and at
+# least this speedup compared with no cache.
 _GOAL_CASE = (64, 8192)
-_GOAL_WEIGHTS, _GOAL_RECOMPUTE = 2, 10
+_MAX_WEIGHTS_RATIO, _MIN_RECOMPUTE_RATIO = 2, 10
 
-# The rows that matter most come first.
+# In the order of measurement: the rows that matter most come first.
 _SUFFIXES, _PREFIXES = [64, 16, 256, 2048], [8192, 32_768, 2048, 0]
 _DRY_SUFFIXES, _DRY_PREFIXES = [5, 64], [130, 0]
 
 _HEADER = f"{'mode':<6} {'suffix':>6} {'prefix':>6} {'TTFT ms':>9} {'of weights':>11}"
+# In the order of measurement. `launched` is without CUDA graphs, `recompute` is without the cache.
 _VARIANTS = ("launched", "short_steps", "recompute", "transformers")
 
 
@@ -55,14 +56,14 @@ def _variant_line(row: Row, variant: str) -> str:
     return f"{variant:>21} {row[f'{variant}_ms']:>9.2f}  {row[f'{variant}_ratio']:.2f} times as long"
 
 
-def _goal(row: Row) -> str:
-    """Compare a row with the goals, as ratios."""
+def _goal_line(row: Row) -> str:
+    """Return a line that compares the ratios of a row with the goals."""
     # Without the cache, the prompt may not fit into memory.
     recompute = f"{row['recompute_ratio']:.1f}" if "recompute_ratio" in row else "an unknown number of"
     return (
         f"goal, {row['mode']}: {row['suffix_tokens']} tokens after {row['prefix_tokens']} take "
-        f"{row['weights_ratio']:.2f} times the time to read the weights (at most {_GOAL_WEIGHTS}), and "
-        f"{recompute} times less than without the cache (at least {_GOAL_RECOMPUTE})"
+        f"{row['weights_ratio']:.2f} times the time to read the weights (at most {_MAX_WEIGHTS_RATIO}), and "
+        f"{recompute} times less than without the cache (at least {_MIN_RECOMPUTE_RATIO})"
     )
 
 
@@ -88,46 +89,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     print(_HEADER)
     for mode in options.modes:
-        for row in _rows(mode, options, rates):
-            _show(row, rows)
+        for row in _measure_rows(mode, options, rates):
+            _add_and_print(row, rows)
             if options.json:
                 write_json(options.json, {**result, "is_finished": False})
         gc.collect()  # the next model needs the memory of this one
     for row in rows:
         if (row["suffix_tokens"], row["prefix_tokens"]) == _GOAL_CASE and row["is_right"]:
-            print(_goal(row))
+            print(_goal_line(row))
     if options.json:
         write_json(options.json, {**result, "is_finished": True, "summary": _summary(rows)})
     return 0 if all(row["is_right"] for row in rows) else 1
 
 
-def _show(row: Row, rows: list[Row]) -> None:
-    """Print what is new, and keep the row if it is new."""
+def _add_and_print(row: Row, rows: list[Row]) -> None:
+    """Add a new row to `rows` and print it; of a row that was added before, print the variant measured last."""
     if not rows or rows[-1] is not row:
         rows.append(row)
         print(_line(row), flush=True)
         return
-    known = [variant for variant in _VARIANTS if f"{variant}_ms" in row or f"{variant}_reason" in row]
-    if known:
-        print(_variant_line(row, known[-1]), flush=True)
+    measured = [variant for variant in _VARIANTS if f"{variant}_ms" in row or f"{variant}_reason" in row]
+    if measured:
+        print(_variant_line(row, measured[-1]), flush=True)
 
 
-def _rows(mode: str, options: argparse.Namespace, rates: DeviceRates) -> Iterator[Row]:
+def _measure_rows(mode: str, options: argparse.Namespace, rates: DeviceRates) -> Iterator[Row]:
     """Measure all lengths on one model, in the given order. Yields a row again after each further measurement."""
-    bench, reason = None, ""
+    bench, build_failure = None, ""
     try:
         bench = _make_bench(mode, options, rates)
     except Exception as raised:  # noqa: BLE001 - exact mode may refuse the device; the other mode is measured
-        reason = describe_error(raised)
+        build_failure = describe_error(raised)
     for prefix, suffix in itertools.product(options.prefixes, options.suffixes):
         row: Row = {"mode": mode, "suffix_tokens": suffix, "prefix_tokens": prefix}
         if bench is None:
-            yield {**row, "is_right": False, "reason": reason}
+            yield {**row, "is_right": False, "reason": build_failure}
             continue
         try:
             row["weights_ms"] = bench.weights_ms
-            for known in bench.measure(suffix, prefix, options.rounds):
-                row.update(known)
+            for measured in bench.measure(suffix, prefix, options.rounds):
+                row.update(measured)
                 yield row
         except Exception as raised:  # noqa: BLE001 - out of memory, say; the other lengths are measured
             row |= {"is_right": False, "reason": describe_error(raised)}

@@ -31,7 +31,8 @@ from bench.parts.report import distribution
 from bench.parts.result_file import write_json
 from radixkv.service.cli.argument_types import positive, positive_number
 
-_NAME = "model"
+_VLLM_MODEL_NAME = "model"
+_WARM_UP_S = 3.0  # maximum duration of a warm-up round
 _SYSTEM = "You are a helpful assistant in a library. Answer in one short sentence. " * 20
 
 
@@ -57,8 +58,8 @@ class Questions:
         self._new_tokens = new_tokens
         self._numbers = itertools.count()
 
-    def body(self, model: str) -> dict[str, Any]:
-        """Return the next request to a model."""
+    def next_body(self, model: str) -> dict[str, Any]:
+        """Return the body of the next request, with a question that no earlier request had."""
         question = f"Where do I find book number {next(self._numbers)}?"
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}]
         options = {"max_tokens": self._new_tokens, "temperature": 0, "ignore_eos": True}
@@ -66,7 +67,14 @@ class Questions:
 
 
 async def call_for(seconds: float, server: Server, questions: Questions, callers: int) -> tuple[list[float], float]:
-    """Keep `callers` calls in flight for this many seconds. Returns the latency of each, and the total seconds."""
+    """Keep `callers` calls in flight for this many seconds.
+
+    Returns:
+        The latency of each call, and the seconds until the last call was answered.
+
+    Raises:
+        RuntimeError: a call failed, or its answer is empty.
+    """
     latencies_s: list[float] = []
     start_s = time.perf_counter()
     connector = aiohttp.TCPConnector(limit=callers)
@@ -74,7 +82,7 @@ async def call_for(seconds: float, server: Server, questions: Questions, callers
 
         async def call() -> None:
             while (sent_s := time.perf_counter()) < start_s + seconds:
-                async with session.post(server.url, json=questions.body(server.model)) as response:
+                async with session.post(server.url, json=questions.next_body(server.model)) as response:
                     answer = await response.json()
                 if response.status != 200 or not answer["choices"][0]["message"]["content"]:
                     raise RuntimeError(f"{server.name}: expected an answer, got {response.status}: {answer}")
@@ -91,7 +99,8 @@ def commands(options: argparse.Namespace) -> dict[str, tuple[list[str], int, Map
     scripts = python.parent
     radixkv = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", "--http-port", str(radixkv_port)]
     radixkv += ["--model", str(options.model), "--set", f"model.dtype={options.dtype}"]
-    vllm = [str(scripts / "vllm"), "serve", str(options.model), "--served-model-name", _NAME, "--host", "127.0.0.1"]
+    vllm = [str(scripts / "vllm"), "serve", str(options.model), "--host", "127.0.0.1"]
+    vllm += ["--served-model-name", _VLLM_MODEL_NAME]
     vllm += ["--port", str(vllm_port), "--dtype", options.dtype, "--max-num-seqs", "64", "--disable-uvicorn-access-log"]
     variables = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -112,23 +121,23 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         servers = []
         for name, (command, port, variables) in commands(options).items():
             stack.enter_context(closing(HttpEngine(command, port, variables)))
-            model = _NAME if name == "vllm" else ""  # an empty name means the model that radixkv serves
+            model = _VLLM_MODEL_NAME if name == "vllm" else ""  # an empty name means the model that radixkv serves
             servers.append(Server(name, f"http://127.0.0.1:{port}/v1/chat/completions", model))
         for new_tokens in options.new_tokens:
             latencies_s: dict[str, list[float]] = {each.name: [] for each in servers}
-            rates: dict[str, list[float]] = {each.name: [] for each in servers}
+            calls_per_s: dict[str, list[float]] = {each.name: [] for each in servers}
             questions = Questions(new_tokens)
             for number in range(options.rounds + 1):  # the first round warms up
                 for server in servers:
-                    seconds = options.seconds if number else min(options.seconds, 3.0)
-                    new_latencies_s, took_s = asyncio.run(call_for(seconds, server, questions, options.callers))
+                    round_s = options.seconds if number else min(options.seconds, _WARM_UP_S)
+                    new_latencies_s, took_s = asyncio.run(call_for(round_s, server, questions, options.callers))
                     if number:
                         latencies_s[server.name] += new_latencies_s
-                        rates[server.name].append(len(new_latencies_s) / took_s)
+                        calls_per_s[server.name].append(len(new_latencies_s) / took_s)
             row: dict[str, Any] = {"new_tokens": new_tokens, "callers": options.callers}
             for server in servers:
                 row[server.name] = {
-                    "calls_per_s": statistics.median(rates[server.name]),
+                    "calls_per_s": statistics.median(calls_per_s[server.name]),
                     "latency_ms": distribution([1000 * each for each in latencies_s[server.name]]),
                 }
             row["ratio"] = row["radixkv"]["calls_per_s"] / row["vllm"]["calls_per_s"]
@@ -145,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--callers", type=positive, default=16)
     parser.add_argument("--new-tokens", type=positive, nargs="+", default=[1, 16])
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--seconds", type=positive_number, default=8.0)
+    parser.add_argument("--seconds", type=positive_number, default=8.0, help="seconds of each round; default 8")
     parser.add_argument("--cache", type=Path, default=Path("build/peers"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)

@@ -54,10 +54,12 @@ from radixkv.model.attention.triton_kernels import TritonKernels
 
 KERNELS = ("write_kv", "copy_blocks", "add_rms_norm", "swiglu", "linear", "paged_attention", "shared_prefix")
 
-# Maximum error of a vector: bfloat16 rounds weights and outputs by 0.4 % each; a wrong K or V causes 100 %.
+# Maximum error of a vector of an attention output: bfloat16 rounds weights and outputs by 0.4 % each; a wrong K or V
+# causes 100 %.
 _TOLERANCE = 0.02
 
-# Maximum error of a row: a few elements are rounded in the other direction, which changes each by 0.8 %.
+# Maximum error of a row of a norm, a gate or a linear layer: a few elements are rounded in the other direction, which
+# changes each by 0.8 %.
 _ROW_TOLERANCE = 0.005
 
 
@@ -144,62 +146,62 @@ class KernelBench:
         self._peers = peers
         self._sglang = sglang
         self._choice = choice
-        self._allowed = Permissions.on(device)
+        self._permissions = Permissions.on(device)
 
     def rows(self, kernels: Sequence[str]) -> Iterator[Row]:
-        """Measure the kernels with these names. Yields each row again when a peer was measured."""
+        """Measure the kernels with these names. Yields each row again after each of its peers was measured."""
         sizes = self._sizes
         if "write_kv" in kernels:
             for kv_dtype, num_tokens in itertools.product((torch.bfloat16, *QUANTIZED), sizes.written_tokens):
-                case = f"{num_tokens} tokens, {_name(kv_dtype)} pool"
-                yield from guarded_row("write_kv", case, partial(self._write, num_tokens, kv_dtype))
+                case = f"{num_tokens} tokens, {_dtype_name(kv_dtype)} pool"
+                yield from guarded_row("write_kv", case, partial(self._measure_write, num_tokens, kv_dtype))
         if "copy_blocks" in kernels:
             for num_copies in sizes.copied_blocks:
                 case = f"{num_copies} blocks of {sizes.num_layers} layers"
-                yield from guarded_row("copy_blocks", case, partial(self._copy, num_copies))
-        for num_tokens, (kernel, make) in itertools.product(
-            sizes.row_tokens, (("add_rms_norm", self._norm), ("swiglu", self._gate))
+                yield from guarded_row("copy_blocks", case, partial(self._measure_copy, num_copies))
+        for num_tokens, (kernel, measure) in itertools.product(
+            sizes.row_tokens, (("add_rms_norm", self._measure_norm), ("swiglu", self._measure_gate))
         ):
             if kernel in kernels:
-                yield from guarded_row(kernel, f"{num_tokens} tokens", partial(make, num_tokens))
+                yield from guarded_row(kernel, f"{num_tokens} tokens", partial(measure, num_tokens))
         if "linear" in kernels:
-            yield from self._linears()
+            yield from self._measure_linears()
         if "paged_attention" in kernels:
             for suffix_tokens, prefix_tokens in sizes.attentions:
-                yield from self._attentions(AttentionCase(suffix_tokens, prefix_tokens))
+                yield from self._measure_attentions(AttentionCase(suffix_tokens, prefix_tokens))
         if "shared_prefix" in kernels:
             for decodes in itertools.chain.from_iterable(
-                each.modes(self._allowed.specialized_exact) for each in sizes.shared
+                each.modes(self._permissions.specialized_exact) for each in sizes.shared
             ):
-                yield from guarded_row("shared_prefix", str(decodes), partial(self._shared, decodes))
+                yield from guarded_row("shared_prefix", str(decodes), partial(self._measure_shared, decodes))
 
-    def _write(self, num_tokens: int, kv_dtype: torch.dtype) -> Iterator[Row]:
+    def _measure_write(self, num_tokens: int, kv_dtype: torch.dtype) -> Iterator[Row]:
         writes = TokenWrites(num_tokens, kv_dtype, self._sizes.heads, cache_bytes(self._device), self._device)
         work = KernelWork(0, writes.num_bytes, writes.tolerance)
         peers = {"torch": partial(writes.contestant, reference.write_kv)}
         return measure_row(work, partial(writes.contestant, write_kv), peers, self.rates, self._device)
 
-    def _copy(self, num_copies: int) -> Iterator[Row]:
+    def _measure_copy(self, num_copies: int) -> Iterator[Row]:
         sizes = self._sizes
         copies = BlockCopies(num_copies, sizes.num_layers, sizes.heads, cache_bytes(self._device), self._device)
         work = KernelWork(0, copies.num_bytes, 0)
         peers = {"torch": partial(copies.contestant, reference.copy_blocks)}
         return measure_row(work, partial(copies.contestant, copy_blocks), peers, self.rates, self._device)
 
-    def _norm(self, num_tokens: int) -> Iterator[Row]:
+    def _measure_norm(self, num_tokens: int) -> Iterator[Row]:
         rows = NormedRows(num_tokens, self._sizes.hidden_size, cache_bytes(self._device), self._device)
         work = KernelWork(0, rows.num_bytes, _ROW_TOLERANCE)
         peers = {"torch": partial(rows.contestant, reference.add_rms_norm)}
         return measure_row(work, partial(rows.contestant, add_rms_norm), peers, self.rates, self._device)
 
-    def _gate(self, num_tokens: int) -> Iterator[Row]:
+    def _measure_gate(self, num_tokens: int) -> Iterator[Row]:
         rows = GatedRows(num_tokens, self._sizes.intermediate_size, cache_bytes(self._device), self._device)
         work = KernelWork(0, rows.num_bytes, _ROW_TOLERANCE)
         peers = {"torch": partial(rows.contestant, reference.swiglu)}
         return measure_row(work, partial(rows.contestant, swiglu), peers, self.rates, self._device)
 
-    def _linears(self) -> Iterator[Row]:
-        """Measure the linear layers of exact mode and the library's, for each weight of a layer."""
+    def _measure_linears(self) -> Iterator[Row]:
+        """Measure the linear layers of exact mode, and those of torch, for each shape of a layer's weights."""
         sizes = self._sizes
         hidden_size, kv_size = sizes.hidden_size, sizes.heads.num_kv_heads * sizes.heads.head_dim
         weights = {
@@ -209,37 +211,42 @@ class KernelBench:
             "down": (sizes.intermediate_size, hidden_size),
         }
         for num_tokens, (name, shape) in itertools.product(sizes.linear_tokens, weights.items()):
-            yield from guarded_row("linear", f"{num_tokens} tokens, {name}", partial(self._linear, num_tokens, *shape))
+            yield from guarded_row(
+                "linear", f"{num_tokens} tokens, {name}", partial(self._measure_linear, num_tokens, *shape)
+            )
 
-    def _linear(self, num_tokens: int, in_features: int, out_features: int) -> Iterator[Row]:
+    def _measure_linear(self, num_tokens: int, in_features: int, out_features: int) -> Iterator[Row]:
         rows = LinearRows(num_tokens, in_features, out_features, cache_bytes(self._device), self._device)
         work = KernelWork(rows.flops, rows.num_bytes, _ROW_TOLERANCE)
         peers = {"torch": partial(rows.contestant, functional.linear)}
         return measure_row(work, partial(rows.contestant, linear), peers, self.rates, self._device)
 
-    def _shared(self, decodes: SharedPrefix) -> Iterator[Row]:
-        """Measure kernels that join the rows of requests, and the same kernels without joining."""
+    def _measure_shared(self, decodes: SharedPrefix) -> Iterator[Row]:
+        """Measure kernels that join the rows of requests over a shared prefix, and the same kernels without joining."""
         sizes = self._sizes
         inputs = SharedDecodes(decodes, sizes.heads, cache_bytes(self._device), self._device, sizes.num_layers)
         capacity = capacity_of(self._device, sizes.heads.head_dim)
-        ours, apart = (partial(inputs.contestant, decodes.kernels(capacity, joins=joins)) for joins in (True, False))
+        joined = partial(inputs.contestant, decodes.kernels(capacity, joins=True))
+        not_joined = partial(inputs.contestant, decodes.kernels(capacity, joins=False))
         work = KernelWork(inputs.flops, inputs.num_bytes, _TOLERANCE)
-        return measure_row(work, ours, {"ours, not joined": apart}, self.rates, self._device)
+        return measure_row(work, joined, {"ours, not joined": not_joined}, self.rates, self._device)
 
-    def _attentions(self, case: AttentionCase) -> Iterator[Row]:
-        """Measure a row and its peers, then its variants, compared with the row's own time."""
-        case = first_case(case, self._choice, self._allowed)
-        first: Row = {}
-        for first in guarded_row("paged_attention", _describe(case), partial(self._attention, case, self._peers)):
-            yield first
-        for variant in variants(case, self._choice, self._allowed, self._sizes.dequantized_suffix):
-            for row in guarded_row("paged_attention", _describe(variant), partial(self._attention, variant, ())):
-                if first["is_right"] and row["is_right"]:
-                    our_result = {key: first[key] for key in ("is_right", "error", "ms", "host_ms")}
-                    row["peers"]["ours in bf16"] = {**our_result, "ratio": first["ms"] / row["ms"]}
+    def _measure_attentions(self, case: AttentionCase) -> Iterator[Row]:
+        """Measure a row and its peers, then rows of its variants, each compared with our time in the first row."""
+        case = first_case(case, self._choice, self._permissions)
+        first_row: Row = {}
+        measure = partial(self._measure_attention, case, self._peers)
+        for first_row in guarded_row("paged_attention", _describe(case), measure):
+            yield first_row
+        for variant in variants(case, self._choice, self._permissions, self._sizes.dequantized_suffix):
+            measure = partial(self._measure_attention, variant, ())  # without peers
+            for row in guarded_row("paged_attention", _describe(variant), measure):
+                if first_row["is_right"] and row["is_right"]:
+                    our_result = {key: first_row[key] for key in ("is_right", "error", "ms", "host_ms")}
+                    row["peers"]["ours in bf16"] = {**our_result, "ratio": first_row["ms"] / row["ms"]}
                 yield row
 
-    def _attention(self, case: AttentionCase, peers: Sequence[str]) -> Iterator[Row]:
+    def _measure_attention(self, case: AttentionCase, peers: Sequence[str]) -> Iterator[Row]:
         sizes = self._sizes
         inputs = make_inputs(case, sizes.heads, cache_bytes(self._device), self._device, num_layers=sizes.num_layers)
         expected = expected_answer(inputs)
@@ -250,13 +257,13 @@ class KernelBench:
             capacity=capacity_of(self._device, sizes.heads.head_dim),
         )
 
-        def own(layer: int) -> torch.Tensor:
+        def attend(layer: int) -> torch.Tensor:
             return kernels.paged_attention(
                 inputs.queries[layer], inputs.pool, layer, inputs.batch, Scoring(inputs.scale)
             )
 
         def our_contestant() -> Contestant:
-            calls = [partial(own, layer) for layer in range(len(inputs.queries))]
+            calls = [partial(attend, layer) for layer in range(len(inputs.queries))]
             return Contestant([*calls], lambda: worst_error(calls[0](), expected))
 
         def peer_contestant(name: str) -> Contestant:
@@ -264,19 +271,19 @@ class KernelBench:
             return Contestant([*calls], lambda: worst_error(calls[0](), expected))
 
         work = KernelWork(case.flops(inputs.heads), inputs.num_bytes, _TOLERANCE)
-        others = {name: partial(peer_contestant, name) for name in peers}
-        return measure_row(work, our_contestant, others, self.rates, self._device)
+        peer_contestants = {name: partial(peer_contestant, name) for name in peers}
+        return measure_row(work, our_contestant, peer_contestants, self.rates, self._device)
 
 
 def _describe(case: AttentionCase) -> str:
-    order = "" if case.is_shuffled else ", blocks in order"
-    pool = f"{_name(case.kv_dtype)}{', dequantized first' if case.is_dequantized_first else ''}"
+    block_order = "" if case.is_shuffled else ", blocks in order"
+    pool = f"{_dtype_name(case.kv_dtype)}{', dequantized first' if case.is_dequantized_first else ''}"
     kernel = ", specialized" if case.is_specialized else ""
     mode = ", exact" if case.is_exact else ""
-    return f"{case.suffix_tokens} after {case.prefix_tokens}, {pool}{order}{kernel}{mode}"
+    return f"{case.suffix_tokens} after {case.prefix_tokens}, {pool}{block_order}{kernel}{mode}"
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -302,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"this device: {result['matrix_tflops']:.4g} TFLOP/s, copies {result['copy_gb_per_s']:.4g} GB/s")
         print(HEADER)
         for row in bench.rows(options.kernels):
-            _show(row, rows)
+            _add_and_print(row, rows)
             if options.json:
                 write_json(options.json, {**result, "is_finished": False})
     num_right = sum(row["is_right"] for row in rows)
@@ -320,13 +327,16 @@ def _summary(rows: Sequence[Row]) -> str:
     return f"{first['case']}: {first['ms']:.3f} ms, {first['matrix_share']:.0%} of the matrix rate"
 
 
-def _show(row: Row, rows: list[Row]) -> None:
-    """Print what is new, and keep the row if it is new."""
+def _add_and_print(row: Row, rows: list[Row]) -> None:
+    """Add a new row to `rows` and print it; then print the peer of the row that was measured last, if any."""
     if not rows or rows[-1] is not row:
         rows.append(row)
         print(format_row(row), flush=True)
-    for line in [format_peer(row, name) for name in list(row["peers"])[-1:]]:
-        print(line, end="\n" if line else "", flush=True)
+    if not row["peers"]:
+        return
+    last_peer = list(row["peers"])[-1]
+    if line := format_peer(row, last_peer):
+        print(line, flush=True)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

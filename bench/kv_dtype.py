@@ -1,4 +1,4 @@
-"""Measures what each storage format of K and V costs in quality, and how many tokens fit.
+"""Measures what each storage format of K and V costs in quality, and how many tokens fit compared with bfloat16.
 
 python -m bench.kv_dtype --model MODEL --json bench/results/kv_dtype.json
 
@@ -27,16 +27,17 @@ def logits_of(model: Model, kv_dtype: str, ids: torch.Tensor, *, is_checked: boo
         model: the model.
         kv_dtype: format of the pool.
         ids: the text, int64 `[num_tokens]`.
-        is_checked: whether, in exact mode, the text is computed a second time, in two parts.
+        is_checked: whether, in exact mode, the text is computed a second time, in two parts, so that the second part
+            hits the first one.
 
     Raises:
-        AssertionError: the bits of the second time differ.
+        AssertionError: the logits of the second time are not bitwise identical.
     """
     logits = PoolText(model, kv_dtype, ids.numel()).append(ids)
     if is_checked and model.is_exact:
-        in_parts, cut = PoolText(model, kv_dtype, ids.numel()), ids.numel() // 3
-        again = torch.cat((in_parts.append(ids[:cut]), in_parts.append(ids[cut:])))
-        assert torch.equal(logits, again), f"{kv_dtype}: a hit changes the answer"
+        text_in_parts, cut = PoolText(model, kv_dtype, ids.numel()), ids.numel() // 3
+        logits_in_parts = torch.cat((text_in_parts.append(ids[:cut]), text_in_parts.append(ids[cut:])))
+        assert torch.equal(logits, logits_in_parts), f"{kv_dtype}: a hit changes the answer"
     return logits
 
 
@@ -54,10 +55,10 @@ def measure(path: str, num_texts: int, num_tokens: int) -> Iterator[Row]:
             shapes[kv_dtype] = model.kv_shape.stored_as(kv_dtype)
         except ConfigError as error:
             print(f"{model.name}: {error}")
-    compared = {kv_dtype: Comparison() for kv_dtype in shapes}
+    comparisons = {kv_dtype: Comparison() for kv_dtype in shapes}
     for index, ids in enumerate(held_out_texts(path, num_texts, num_tokens)):
         reference = logits_of(model, "auto", ids, is_checked=index == 0)
-        for kv_dtype, comparison in compared.items():
+        for kv_dtype, comparison in comparisons.items():
             is_reference = kv_dtype == "auto"
             logits = reference if is_reference else logits_of(model, kv_dtype, ids, is_checked=index == 0)
             comparison.add(logits, reference, ids)
@@ -65,7 +66,7 @@ def measure(path: str, num_texts: int, num_tokens: int) -> Iterator[Row]:
     for kv_dtype, shape in shapes.items():
         yield row_of(
             model,
-            compared[kv_dtype].quality(),
+            comparisons[kv_dtype].quality(),
             head_dim=shape.head_dim,
             kv_dtype=shape.format.name,
             token_bytes=shape.token_bytes,

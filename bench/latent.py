@@ -3,9 +3,9 @@
 python -m bench.latent [--layers 2] [--experts 64] [--dtypes float32] [--json FILE]
 
 The model has the shape of DeepSeek-V2-Lite with random weights and few layers, the first of them dense, in exact mode.
-Both variants are measured in turn, and the medians are reported, in wall time and in CPU time; with one thread, CPU
-time hardly depends on other processes. The prefill without a cached prefix is timed once. Before a row is timed, the
-logits of both variants are compared; if they differ, the benchmark ends with an error.
+Both variants, `latent` and `expanded`, are measured in turn, and the medians are reported, in wall time and in CPU
+time; with one thread, CPU time hardly depends on other processes. The prefill without a cached prefix is timed once.
+Before a row is timed, the logits of both variants are compared; if they differ, the benchmark ends with an error.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from radixkv.model.on_cpu import cpu_candidates
 from radixkv.storage.device_pool import KVShape, KVStorage
 
 _BLOCK_SIZE = 64
+_VOCAB_SIZE = 4096
 
 # Maximum distance of logits, relative to their norm. In half precision, rounding may choose another expert for a token.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -68,16 +69,16 @@ class ExpandedStep:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionStep.attend`."""
         layer, query, key, value, scoring = call
-        assert value is not None, "every head has its own"
+        assert value is not None, "every head has values of its own"
         value_dim = value.shape[-1]
-        filled = pad(value, (0, key.shape[-1] - value_dim))
-        return self._step.attend(AttentionCall(layer, query, key, filled, scoring))[..., :value_dim]
+        padded_value = pad(value, (0, key.shape[-1] - value_dim))
+        return self._step.attend(AttentionCall(layer, query, key, padded_value, scoring))[..., :value_dim]
 
 
 def config_of(layers: int, experts: int, divisor: int) -> DeepseekV2Config:
     """Return DeepSeek-V2-Lite's configuration with some layers and experts, its widths divided by `divisor`."""
     return DeepseekV2Config(
-        vocab_size=4096,
+        vocab_size=_VOCAB_SIZE,
         hidden_size=2048 // divisor,
         intermediate_size=10944 // divisor,
         moe_intermediate_size=1408 // divisor,
@@ -130,10 +131,10 @@ def variants_of(model: Model, num_tokens: int) -> dict[str, KVVariant]:
 
 
 class Times(NamedTuple):
-    """Wall time and CPU time in milliseconds."""
+    """Wall time and CPU time of a call."""
 
-    wall: float
-    processor: float
+    wall_ms: float
+    processor_ms: float
 
 
 class Steps:
@@ -153,7 +154,7 @@ class Steps:
         self._blocks = np.arange(variant.storage.num_blocks, dtype=np.int32)
 
     def compute(self, start: int, end: int) -> torch.Tensor:
-        """Compute the tokens `[start, end)` after those before. Returns the last one's logits."""
+        """Compute the tokens `[start, end)`. The pool must have the K/V of `[0, start)`. Returns the last logits."""
         batch = PagedBatch.build([end - start], [end], [self._blocks], _BLOCK_SIZE)
         step = self._variant.wrap(PagedStep(self._variant.storage.pool, batch, self._kernels))
         with self._variant.context():
@@ -163,7 +164,9 @@ class Steps:
         return logits[0]
 
 
-def measure(model: Model, dtype: str, cached: int, new_counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+def measure(
+    model: Model, dtype: str, cached_tokens: int, new_counts: Sequence[int], rounds: int
+) -> list[dict[str, Any]]:
     """Time a cold prefill of the cached tokens once, and steps with new tokens after them.
 
     Returns:
@@ -174,15 +177,16 @@ def measure(model: Model, dtype: str, cached: int, new_counts: Sequence[int], ro
     Raises:
         AssertionError: the logits of both variants differ.
     """
-    num_tokens = cached + max(new_counts)
-    tokens = torch.randint(0, 4096, (num_tokens,), generator=torch.Generator().manual_seed(1))
+    num_tokens = cached_tokens + max(new_counts)
+    tokens = torch.randint(0, _VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(1))
     steps = {name: Steps(model, variant, tokens) for name, variant in variants_of(model, num_tokens).items()}
-    cold: dict[str, Any] = {"dtype": dtype, "cached_tokens": cached}
+    cold: dict[str, Any] = {"dtype": dtype, "cached_tokens": cached_tokens}
     for name, each in steps.items():
-        cold |= _named(f"{name}_cold", _time_call(partial(each.compute, 0, cached)))
+        cold |= _fields(f"{name}_cold", _time_call(partial(each.compute, 0, cached_tokens)))
     rows = []
-    for new in new_counts:
-        latent, expanded = (each.compute(cached, cached + new) for each in steps.values())
+    for new_tokens in new_counts:
+        end = cached_tokens + new_tokens
+        latent, expanded = (steps[name].compute(cached_tokens, end) for name in ("latent", "expanded"))
         distance = float((latent - expanded).norm() / expanded.norm())
         assert distance <= _TOLERANCE[dtype], (
             f"logits: expected the same in both variants, got a distance of {distance:.2g}"
@@ -190,22 +194,26 @@ def measure(model: Model, dtype: str, cached: int, new_counts: Sequence[int], ro
         samples: dict[str, list[Times]] = {name: [] for name in steps}
         for _ in range(rounds):
             for name, each in steps.items():
-                samples[name].append(_time_call(partial(each.compute, cached, cached + new)))
-        row = {**cold, "new_tokens": new}
+                samples[name].append(_time_call(partial(each.compute, cached_tokens, end)))
+        row = {**cold, "new_tokens": new_tokens}
         for name, times in samples.items():
-            row |= _named(name, Times(*map(statistics.median, zip(*times, strict=True))))
+            medians = Times(
+                statistics.median(each.wall_ms for each in times),
+                statistics.median(each.processor_ms for each in times),
+            )
+            row |= _fields(name, medians)
         rows.append(row)
     return rows
 
 
-def _named(name: str, times: Times) -> dict[str, float]:
-    return {f"{name}_ms": times.wall, f"{name}_processor_ms": times.processor}
+def _fields(name: str, times: Times) -> dict[str, float]:
+    return {f"{name}_ms": times.wall_ms, f"{name}_processor_ms": times.processor_ms}
 
 
 def _time_call(function: Callable[[], object]) -> Times:
-    start = time.perf_counter(), time.process_time()
+    start_s, start_processor_s = time.perf_counter(), time.process_time()
     function()
-    return Times((time.perf_counter() - start[0]) * 1e3, (time.process_time() - start[1]) * 1e3)
+    return Times((time.perf_counter() - start_s) * 1e3, (time.process_time() - start_processor_s) * 1e3)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -229,25 +237,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("dtype     cached  new   wall processor   wall processor   wall processor  latent expanded  bytes/token")
     for dtype in options.dtypes:
         model = model_of(config_of(options.layers, options.experts, options.divisor), dtype)
-        sizes = {
+        token_bytes = {
             name: variant.storage.block_bytes // _BLOCK_SIZE
             for name, variant in variants_of(model, _BLOCK_SIZE).items()
         }
         for cached in options.cached:
             for row in measure(model, dtype, cached, options.new, options.rounds):
-                rows.append(row | {f"{name}_token_bytes": size for name, size in sizes.items()})
-                print(_line(row, sizes), flush=True)
+                rows.append(row | {f"{name}_token_bytes": num_bytes for name, num_bytes in token_bytes.items()})
+                print(_line(row, token_bytes), flush=True)
     if options.json:
         write_json(options.json, {"rows": rows, **describe_run("bench.latent", arguments)})
 
 
-def _line(row: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
-    ratios = (row[f"latent_{kind}"] / row[f"expanded_{kind}"] for kind in ("ms", "processor_ms"))
-    times = "".join(f"{row[f'{name}_ms']:7.1f} {row[f'{name}_processor_ms']:9.1f}" for name in sizes)
-    cold = " ".join(f"{row[f'{name}_cold_processor_ms'] / 1e3:7.1f}" for name in sizes)
+def _line(row: Mapping[str, Any], token_bytes: Mapping[str, int]) -> str:
+    wall_ratio = row["latent_ms"] / row["expanded_ms"]
+    processor_ratio = row["latent_processor_ms"] / row["expanded_processor_ms"]
+    times = "".join(f"{row[f'{name}_ms']:7.1f} {row[f'{name}_processor_ms']:9.1f}" for name in token_bytes)
+    cold = " ".join(f"{row[f'{name}_cold_processor_ms'] / 1e3:7.1f}" for name in token_bytes)
     return (
         f"{row['dtype']:9} {row['cached_tokens']:6} {row['new_tokens']:4} {times}"
-        f"{next(ratios):7.2f} {next(ratios):9.2f} {cold}   {', '.join(map(str, sizes.values()))}"
+        f"{wall_ratio:7.2f} {processor_ratio:9.2f} {cold}   {', '.join(map(str, token_bytes.values()))}"
     )
 
 

@@ -47,41 +47,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
         assert engine is not None
         vocab_size = engine.limits.vocab_size
 
-        def prompts() -> list[list[int]]:
+        def draw_prompts() -> list[list[int]]:
             shared = [rng.randrange(vocab_size) for _ in range(args.prompt_tokens // 3)]
-            own = args.prompt_tokens - len(shared)
-            return [[*shared, *(rng.randrange(vocab_size) for _ in range(own))] for _ in range(args.prompts)]
+            num_own = args.prompt_tokens - len(shared)
+            return [[*shared, *(rng.randrange(vocab_size) for _ in range(num_own))] for _ in range(args.prompts)]
 
-        def with_llm(ids: list[list[int]]) -> None:
+        def run_llm(prompts: list[list[int]]) -> None:
             params = SamplingParams(max_tokens=args.new_tokens, temperature=0.0, ignore_eos=True)
-            llm.generate(ids, params, use_tqdm=False)
+            llm.generate(prompts, params, use_tqdm=False)
 
-        def with_engine(ids: list[list[int]]) -> None:
+        def run_engine(prompts: list[list[int]]) -> None:
             sampling = Sampling(args.new_tokens, ignore_eos=True)
             futures = []
-            for each in ids:
+            for prompt in prompts:
                 token_ids: list[int] = []
 
                 def add(new: GeneratedTokens, token_ids: list[int] = token_ids) -> None:
                     token_ids.extend(new.token_ids)
 
-                futures.append(engine.generate(PrefillParams(np.array(each, "<u4").tobytes()), sampling, add))
+                futures.append(engine.generate(PrefillParams(np.array(prompt, "<u4").tobytes()), sampling, add))
             for future in futures:
                 future.result(_TIMEOUT_S)
 
         ratios: list[float] = []
         seconds: dict[str, list[float]] = {"llm": [], "engine": []}
         for number in range(args.rounds + 1):
-            took = {}
-            for name, run in rng.sample([("llm", with_llm), ("engine", with_engine)], 2):
-                ids = prompts()
+            took_s = {}
+            in_random_order = rng.sample([("llm", run_llm), ("engine", run_engine)], 2)
+            for name, run in in_random_order:
+                prompts = draw_prompts()
                 start_s = time.perf_counter()
-                run(ids)
-                took[name] = time.perf_counter() - start_s
+                run(prompts)
+                took_s[name] = time.perf_counter() - start_s
             if number:  # the first round warms up
-                ratios.append(took["llm"] / took["engine"])
-                for name, each in took.items():
-                    seconds[name].append(each)
+                ratios.append(took_s["llm"] / took_s["engine"])
+                for name, each_s in took_s.items():
+                    seconds[name].append(each_s)
     low, middle, high = statistics.quantiles(ratios, n=4)
     ratio_of_sums = sum(seconds["llm"]) / sum(seconds["engine"])
     print(f"LLM / engine: median {middle:.4f}, quartiles {low:.4f} to {high:.4f}, of all rounds {ratio_of_sums:.4f}")

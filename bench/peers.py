@@ -32,7 +32,7 @@ from bench.parts.peers.worker_process import WorkerFailed, WorkerProcess
 from bench.parts.peers.workers.task import Ready
 from bench.parts.result_file import write_json
 
-_DEMO_THREADS = 2
+_TINY_THREADS = 2
 
 
 class PeerComparison:
@@ -48,7 +48,7 @@ class PeerComparison:
 
     def __init__(self, cache: Path, engines: Sequence[str], repetitions: int) -> None:
         self._cache = cache
-        self._names = engines
+        self._engine_names = engines
         self._repetitions = repetitions
         self._environments = Environments(cache, RECIPES)
         self._checkpoints = Checkpoints(cache / "models", self._environments)
@@ -63,9 +63,9 @@ class PeerComparison:
         machine = self.machines[str(setting)] = measure_machine(setting.dtype, setting.threads)
         workers: dict[str, WorkerProcess] | None = None
         with ExitStack() as stack:
-            for name, row in rows.items():  # starts come first
+            for name, row in rows.items():  # `build_rows` lists the starts first
                 if row.unit != "start" and workers is None:
-                    workers = self._start(setting, stack)
+                    workers = self._start_workers(setting, stack)
                 start_s = time.monotonic()
                 if workers is None:
                     result = compare(name, row, setting, self._measure_starts(row, setting))
@@ -76,10 +76,10 @@ class PeerComparison:
                 ratio = "no ratio" if result["ratio"] is None else f"{result['ratio']:.2f} of {result['best_peer']}"
                 _say(f"{setting}: {row.title}: {ratio}, in {time.monotonic() - start_s:.0f} s")
 
-    def _build(self, setting: PeerSetting) -> dict[str, WorkerProcess]:
+    def _build_workers(self, setting: PeerSetting) -> dict[str, WorkerProcess]:
         """Build the workers of all engines that can be installed."""
         workers: dict[str, WorkerProcess] = {}
-        for name in self._names:
+        for name in self._engine_names:
             if name in self.skipped:
                 continue
             try:
@@ -89,14 +89,15 @@ class PeerComparison:
                 _say(f"skipped {name}: {error}")
         return workers
 
-    def _start(self, setting: PeerSetting, stack: ExitStack) -> dict[str, WorkerProcess]:
+    def _start_workers(self, setting: PeerSetting, stack: ExitStack) -> dict[str, WorkerProcess]:
+        """Start the engines, which stop with `stack`. Returns those that are ready."""
         workers: dict[str, WorkerProcess] = {}
-        for name, worker in self._build(setting).items():
+        for name, worker in self._build_workers(setting).items():
             stack.enter_context(worker)
             try:  # one at a time, since some compile while they start
                 ready = worker.wait_until_ready()
             except WorkerFailed as error:
-                self._fail(f"{setting}: {error}")
+                self._report_failure(f"{setting}: {error}")
                 worker.stop()
                 continue
             self._note_ready(name, ready)
@@ -105,12 +106,12 @@ class PeerComparison:
         return workers
 
     def _note_ready(self, engine: str, ready: Ready) -> None:
-        facts = self.engines.setdefault(engine, {"versions": ready.versions, "notes": []})
-        facts["notes"] += [note for note in ready.notes if note not in facts["notes"]]
+        entry = self.engines.setdefault(engine, {"versions": ready.versions, "notes": []})
+        entry["notes"] += [note for note in ready.notes if note not in entry["notes"]]
 
     def _measure_starts(self, row: PeerRow, setting: PeerSetting) -> dict[str, list[PeerSample]]:
         """Start and stop the engines one at a time, in an order that alternates."""
-        workers = self._build(setting)
+        workers = self._build_workers(setting)
         samples: dict[str, list[PeerSample]] = {engine: [] for engine in workers}
         for number in range(-1, self._repetitions):  # the first one fills caches on disk, such as compiled kernels
             for engine in list(workers) if number % 2 else list(workers)[::-1]:
@@ -120,7 +121,7 @@ class PeerComparison:
                         ready = worker.wait_until_ready()
                         sample = PeerSample(time.monotonic() - start_s, worker.cpu_s, (), None)
                 except WorkerFailed as error:
-                    self._fail(f"{row.title}: {error}")
+                    self._report_failure(f"{row.title}: {error}")
                     del workers[engine]
                     continue
                 self._note_ready(engine, ready)
@@ -143,27 +144,27 @@ class PeerComparison:
                     else:
                         row.measure(worker.run, f"{name} warm-up")
                 except WorkerFailed as error:
-                    self._fail(f"{row.title}: {error}")
+                    self._report_failure(f"{row.title}: {error}")
                     del running[engine]
                     if not worker.is_running:
                         workers.pop(engine).stop()
         return samples
 
-    def _fail(self, message: str) -> None:
+    def _report_failure(self, message: str) -> None:
         self.failures.append(message)
         _say(f"FAILED {message}")
 
 
 def plan(options: argparse.Namespace) -> list[tuple[PeerSetting, dict[str, PeerRow]]]:
-    """List the settings with their rows. The rows of the demo always have two threads and float32."""
+    """List the settings with their rows. The rows of the embedded model always have two threads and float32."""
     rows = {name: row for name, row in build_rows(is_quick=options.quick).items() if name in options.rows}
-    large = {name: row for name, row in rows.items() if row.model == "llama"}
-    demo = {name: row for name, row in rows.items() if row.model == "tiny"}
+    large_rows = {name: row for name, row in rows.items() if row.model == "llama"}
+    tiny_rows = {name: row for name, row in rows.items() if row.model == "tiny"}
     settings = [
-        (PeerSetting("llama", dtype, threads), large) for threads in options.threads for dtype in options.dtypes
+        (PeerSetting("llama", dtype, threads), large_rows) for threads in options.threads for dtype in options.dtypes
     ]
-    planned = [*settings, (PeerSetting("tiny", "float32", _DEMO_THREADS), demo)]
-    return [(setting, each) for setting, each in planned if each]
+    planned = [*settings, (PeerSetting("tiny", "float32", _TINY_THREADS), tiny_rows)]
+    return [(setting, setting_rows) for setting, setting_rows in planned if setting_rows]
 
 
 def _say(text: str) -> None:
@@ -205,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     comparison = PeerComparison(options.cache, options.engines, options.repetitions)
     start_s = time.monotonic()
 
-    def result() -> dict[str, Any]:
+    def build_result() -> dict[str, Any]:
         return {
             "rows": comparison.rows,
             "engines": comparison.engines,
@@ -222,16 +223,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for setting, rows in plan(options):
             comparison.measure(setting, rows)
             if options.json:
-                write_json(options.json, result())
+                write_json(options.json, build_result())
     except KeyboardInterrupt:
         _say("interrupted; the rows measured so far:")
     if options.json:
-        write_json(options.json, result())
+        write_json(options.json, build_result())
     print(format_table(comparison.rows, comparison.skipped, comparison.failures))
     if options.plot and comparison.rows:
         from bench.parts.peers.picture import draw_comparison
 
-        machine = result()["machine"]
+        machine = build_result()["machine"]
         draw_comparison(options.plot, comparison.rows, f"{machine['cpu']}, {machine['cores']} cores")
     return 1 if comparison.failures else 0
 

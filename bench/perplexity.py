@@ -7,7 +7,7 @@ model stores them. All formats compute in float32, except bfloat16. Measure dire
 file may be quantized already. `radixkv convert` converts a GGUF file to a directory.
 
 `int8`, with inputs of 8 bits, is refused on processors whose int8 sums may saturate. There, a directory is measured
-with the same numbers, multiplied in another way.
+with the same rounded weights and inputs, which are multiplied in float64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from radixkv.model.model import Model
 from radixkv.model.tiny_model import build_tiny_model
 from radixkv.model_files.model_location import locate
 
-# `model.weights` and `model.dtype`; the first is the reference.
+# Pairs of `model.weights` and `model.dtype`; the first pair is the reference.
 FORMATS = (("auto", "float32"), ("auto", "bfloat16"), ("q8", "float32"), ("q4", "float32"), ("int8", "float32"))
 
 
@@ -67,14 +67,14 @@ def measure(path: str, num_texts: int, num_tokens: int) -> Iterator[Row]:
             if not models:
                 raise
             print(f"{path}: {error}")
-    compared = {form: Comparison() for form in models}
+    comparisons = {weight_format: Comparison() for weight_format in models}
     for ids in held_out_texts(path, num_texts, num_tokens):
         reference = PoolText(models[FORMATS[0]], "auto", num_tokens).append(ids)
-        for form, model in models.items():
-            is_reference = form == FORMATS[0]
+        for weight_format, model in models.items():
+            is_reference = weight_format == FORMATS[0]
             logits = reference if is_reference else PoolText(model, "auto", num_tokens).append(ids)
-            compared[form].add(logits, reference, ids)
-    for (weights, dtype), comparison in compared.items():
+            comparisons[weight_format].add(logits, reference, ids)
+    for (weights, dtype), comparison in comparisons.items():
         yield row_of(models[FORMATS[0]], comparison.quality(), weights=weights, dtype=dtype)
 
 

@@ -62,83 +62,90 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 @torch.inference_mode()
-def measure(weight: torch.Tensor, nums_rows: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Time the GEMM with a weight for several numbers of rows, by library.
+def measure(weight: torch.Tensor, row_counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Time the GEMM with a weight for several numbers of rows, by library and format.
 
     Args:
         weight: `[out_features, in_features]`.
-        nums_rows: numbers of rows.
+        row_counts: numbers of rows of the input.
         rounds: calls of each library with each number of rows.
 
     Returns:
         A result for each number of rows: microseconds of each library and format; the ratio of ours to the fastest
         other library, None if ours does not support the weight; and the ratio of each format to the fastest library.
     """
-    libraries, formats = gemm_backends(weight), _formats(weight)
+    libraries, formats = gemm_backends(weight), _supported_formats(weight)
     copies = {name: cold_copies(name, weight, None) for name in (*libraries, *formats)}
     dtype = str(weight.dtype).removeprefix("torch.")
     results = []
-    for num_rows in nums_rows:
+    for num_rows in row_counts:
         rows = torch.randn(num_rows, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(weight.dtype)
         for name, calls in copies.items():
             _check(name, calls[0](rows), rows, weight)
-        times_us = {name: statistics.median(each) for name, each in _times_us(copies, rows, rounds).items()}
-        others = [times_us[name] for name in libraries if name != _OURS]
-        ratio = times_us[_OURS] / min(others) if _OURS in times_us else None
+        times_us = {name: statistics.median(each) for name, each in _time_calls_us(copies, rows, rounds).items()}
+        other_times_us = [times_us[name] for name in libraries if name != _OURS]
+        ratio = times_us[_OURS] / min(other_times_us) if _OURS in times_us else None
         fastest_us = min(times_us[name] for name in libraries)
         ratios = {name: times_us[name] / fastest_us for name in formats}
-        row = {"dtype": dtype, "in_features": weight.shape[1], "out_features": weight.shape[0], "rows": num_rows}
-        results.append({**row, "us": times_us, "ratio": ratio, "format_ratios": ratios})
+        case = {"dtype": dtype, "in_features": weight.shape[1], "out_features": weight.shape[0], "rows": num_rows}
+        results.append({**case, "us": times_us, "ratio": ratio, "format_ratios": ratios})
         times = "  ".join(f"{name} {each:.0f}" for name, each in times_us.items())
-        shown = "-" if ratio is None else f"{ratio:.2f}"
-        print(f"{dtype:8} {weight.shape[1]:6} x {weight.shape[0]:<6} {num_rows:4} rows, us: {times}  ratio {shown}")
+        shown_ratio = "-" if ratio is None else f"{ratio:.2f}"
+        print(
+            f"{dtype:8} {weight.shape[1]:6} x {weight.shape[0]:<6} {num_rows:4} rows, us: {times}  ratio {shown_ratio}"
+        )
     return results
 
 
-def _formats(weight: torch.Tensor) -> list[str]:
+def _supported_formats(weight: torch.Tensor) -> list[str]:
     """Return the quantized formats for which this machine has a GEMM with a weight of this shape and dtype."""
     quantized = QUANTIZED_BITS if gemm.multiplies_quantized(weight) else ()
     return [*quantized, *(["int8"] if adds_integers_exactly() else [])]
 
 
-def _times_us(copies: dict[str, list[Multiply]], rows: torch.Tensor, rounds: int) -> dict[str, list[float]]:
+def _time_calls_us(copies: dict[str, list[Multiply]], rows: torch.Tensor, rounds: int) -> dict[str, list[float]]:
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     turns = {name: itertools.cycle(calls) for name, calls in copies.items()}
-    times: dict[str, list[float]] = {name: [] for name in copies}
+    times_us: dict[str, list[float]] = {name: [] for name in copies}
     for number in range(-1, rounds):
         for name in turns:
             call = next(turns[name])
             start_s = clock()
             call(rows)
             if number >= 0:  # the first round warms up
-                times[name].append(1e6 * (clock() - start_s))
-    return times
+                times_us[name].append(1e6 * (clock() - start_s))
+    return times_us
 
 
 def _check(name: str, product: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
     if name in QUANTIZED_BITS:
         weight = QuantizedWeight.quantize(weight, QUANTIZED_BITS[name]).dequantize()
-    wide, wide_weight = rows.double(), weight.double().t()
+    rows_f64, weight_f64 = rows.double(), weight.double().t()
     tolerance = _INT8_TOLERANCE if name == "int8" else _TOLERANCE[rows.dtype]
-    bound = tolerance * (wide.abs() @ wide_weight.abs())
-    assert bool(((product.double() - wide @ wide_weight).abs() <= bound).all()), (
+    bound = tolerance * (rows_f64.abs() @ weight_f64.abs())
+    assert bool(((product.double() - rows_f64 @ weight_f64).abs() <= bound).all()), (
         f"{name}: the result differs from that in float64"
     )
 
 
-def _shapes(text: str) -> list[tuple[int, int]]:
-    return [(int(first), int(second)) for first, second in (each.split("x") for each in text.split(","))]
+def _parse_shapes(text: str) -> list[tuple[int, int]]:
+    return [
+        (int(in_features), int(out_features))
+        for in_features, out_features in (each.split("x") for each in text.split(","))
+    ]
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_numbers(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Time the GEMM of a linear layer, by library.")
     shapes = "896x1152,896x4864,4864x896"
-    parser.add_argument("--shapes", type=_shapes, default=_shapes(shapes), help=f"features in x out; default {shapes}")
-    parser.add_argument("--rows", type=_numbers, default=[1, 8, 16, 64, 512], help="default 1,8,16,64,512")
+    parser.add_argument(
+        "--shapes", type=_parse_shapes, default=_parse_shapes(shapes), help=f"features in x out; default {shapes}"
+    )
+    parser.add_argument("--rows", type=_parse_numbers, default=[1, 8, 16, 64, 512], help="default 1,8,16,64,512")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=31)

@@ -54,7 +54,8 @@ _CONNECT_TIMEOUT_S = 20.0
 _START_TIMEOUT_S = 180.0
 _MAX_WARM_UP_TOKENS = 4096
 
-# Shares of the time that is left of --time-limit-s when a part of the run begins. The table and the plot get the rest.
+# The share that a part of the run may take of the time that is left of --time-limit-s when the part begins. The table
+# and the plot get the remaining time.
 _START_SHARE = 0.6
 _WARM_UP_SHARE = 0.15
 _WITH_CACHE_SHARE = 0.35
@@ -119,7 +120,7 @@ def run(options: ReplayOptions, arguments: Sequence[str] | None) -> int:
     messages = [build_message(item.token_ids) for item in items]
     if options.time_limit_s is not None:
         _note(options, f"this run ends within {options.time_limit_s:,.0f} s, whatever it has measured by then")
-    with _server(options, budget) as address:
+    with _running_server(options, budget) as address:
         measured = asyncio.run(measure(address, options, items, messages, budget))
     status = 0 if measured.interrupted_by is None else 128 + signal.Signals[measured.interrupted_by]
     if not measured.with_cache.outcomes:
@@ -166,7 +167,7 @@ async def measure(
         ("grpc.enable_http_proxy", 0),  # the latency of a proxy must not be measured
     ]
     interruption = Interruption()
-    show = functools.partial(progress, stream=sys.stderr, use_lines=options.progress)
+    show_progress = functools.partial(progress, stream=sys.stderr, use_lines=options.progress)
 
     def traffic_of(tenant: str, *, use_cache: bool, max_s: float) -> ReplayTraffic:
         limit_s = None if math.isinf(max_s) else max_s
@@ -187,17 +188,17 @@ async def measure(
             async with registered_prefixes(channel, public, options.timeout_s):
                 max_s = sending_limit_s(budget.share_s(1 if options.baseline_requests == 0 else _WITH_CACHE_SHARE))
                 traffic = traffic_of(tenant, use_cache=True, max_s=max_s)
-                with show("with cache", len(items), limit_s=traffic.limit_s) as on_answer:
+                with show_progress("with cache", len(items), limit_s=traffic.limit_s) as on_answer:
                     with_cache = await replay(call, items, messages, traffic, on_answer, stop=interruption.event)
                 stats_after = await _read_stats(channel)
             without_cache = None
-            order = choose_baseline(options, with_cache)
-            if order and not interruption.event.is_set():
+            baseline_indices = choose_baseline(options, with_cache)
+            if baseline_indices and not interruption.event.is_set():
                 max_s = min(sending_limit_s(budget.share_s(_WITHOUT_CACHE_SHARE)), options.baseline_seconds)
                 traffic = traffic_of(tenant, use_cache=False, max_s=max_s)
-                with show("without cache", len(order), limit_s=traffic.limit_s) as on_answer:
+                with show_progress("without cache", len(baseline_indices), limit_s=traffic.limit_s) as on_answer:
                     without_cache = await replay(
-                        call, items, messages, traffic, on_answer, order=order, stop=interruption.event
+                        call, items, messages, traffic, on_answer, order=baseline_indices, stop=interruption.event
                     )
     if interruption.name is not None:
         print(f"{interruption.name}: reporting what was measured so far", file=sys.stderr)
@@ -212,13 +213,13 @@ def public_tokens_of(options: ReplayOptions, items: Sequence[WorkItem]) -> Publi
 def choose_baseline(options: ReplayOptions, with_cache: Pass) -> list[int]:
     """Return the indices of the requests that the pass without the cache sends, in the order of sending.
 
-    They are those that were answered or failed in the pass with the cache. The time may end before all of them are
-    sent. In a closed loop the order is therefore such that the requests sent so far are spread evenly over the traffic.
-    In an open loop they are sent in their original order, so that the arrival rate is the same in both passes.
+    These requests are those that were answered or failed in the pass with the cache. The time may end before all of
+    them are sent. In a closed loop the order is therefore such that the requests sent so far are spread evenly over the
+    traffic. In an open loop they are sent in their original order, so that the arrival rate is the same in both passes.
     """
     indices = [outcome.index for outcome in with_cache.outcomes]
     if options.concurrency is not None:
-        indices = [indices[place] for place in spread_order(len(indices))]
+        indices = [indices[position] for position in spread_order(len(indices))]
     return indices[: options.baseline_requests]
 
 
@@ -226,20 +227,20 @@ def describe_baseline(options: ReplayOptions, measured: ReplayPasses) -> str:
     """Describe how many and which requests the pass without the cache replayed, and why not all."""
     if options.baseline_requests == 0:
         return "not measured, as requested"
-    replayed = measured.without_cache
-    if replayed is None or not replayed.outcomes:
+    without_cache = measured.without_cache
+    if without_cache is None or not without_cache.outcomes:
         return f"not measured: {measured.interrupted_by or 'the time limit'} came before an answer"
-    num_replayed, num_cached = len(replayed.outcomes), len(measured.with_cache.outcomes)
-    num_all = measured.with_cache.num_planned
-    if num_replayed == num_all:
-        return f"the same {num_all:,} requests"
-    text = f"a sample: {num_replayed:,} of {num_all:,} requests, "
+    num_without_cache, num_with_cache = len(without_cache.outcomes), len(measured.with_cache.outcomes)
+    num_planned = measured.with_cache.num_planned
+    if num_without_cache == num_planned:
+        return f"the same {num_planned:,} requests"
+    text = f"a sample: {num_without_cache:,} of {num_planned:,} requests, "
     text += "the first ones" if options.concurrency is None else "spread evenly"
-    if num_cached < num_all:
-        text += f" over the {num_cached:,} that were answered with the cache"
-    if replayed.ended_by is Ending.INTERRUPTED:
+    if num_with_cache < num_planned:
+        text += f" over the {num_with_cache:,} that were answered with the cache"
+    if without_cache.ended_by is Ending.INTERRUPTED:
         text += "; interrupted"
-    elif replayed.ended_by is Ending.TIME_LIMIT:
+    elif without_cache.ended_by is Ending.TIME_LIMIT:
         text += "; its time limit was reached"
     elif options.baseline_requests is not None:
         text += "; as requested"
@@ -252,7 +253,7 @@ def build_report(options: ReplayOptions, items: Sequence[WorkItem], measured: Re
     """Collect the numbers of a run; `run` adds the environment."""
     min_compared = min(MIN_COMPARED, len(items), options.baseline_requests or MIN_COMPARED)
     comparison = build_comparison(measured.with_cache, measured.without_cache, min_compared)
-    replayed = [items[outcome.index] for outcome in measured.with_cache.outcomes]
+    sent_items = [items[outcome.index] for outcome in measured.with_cache.outcomes]
     before, after = measured.stats_before, measured.stats_after
     return {
         "workload": options.workload,
@@ -282,7 +283,7 @@ def build_report(options: ReplayOptions, items: Sequence[WorkItem], measured: Re
         "tenants": options.tenants,
         "public_prefixes": len(public_tokens_of(options, items)),
         # What a cache of infinite size would reuse if the requests were computed one by one, in this order.
-        "reusable_tokens": count_reusable_tokens(replayed, public_tokens_of(options, items)),
+        "reusable_tokens": count_reusable_tokens(sent_items, public_tokens_of(options, items)),
         "tenant": measured.tenant,
         "server": {
             "started_here": options.address is None,
@@ -332,7 +333,8 @@ async def _read_stats(channel: grpc.aio.Channel) -> cache_pb2.StatsResponse | No
 
 
 @contextlib.contextmanager
-def _server(options: ReplayOptions, budget: TimeBudget) -> Iterator[str]:
+def _running_server(options: ReplayOptions, budget: TimeBudget) -> Iterator[str]:
+    """Yield the address of the given server, or of a server that runs inside the `with` statement."""
     if options.address is not None:
         yield options.address
         return

@@ -42,16 +42,16 @@ SERVERS = ("service", "echo")
 _METHOD = "/radixkv.v1.PrefillService/Prefill"
 _TIMEOUT_S = 60.0
 _COUNTER_TOKENS = 32  # tokens that encode the number of a miss in binary, so that no two misses share a block
-_VARINT_BYTES = 16  # responses may differ by this number of bytes, because varints have a variable length
+_VARINT_BYTES = 16  # lengths of responses may differ by so much, because varints have a variable length
 
 Row = dict[str, Any]
 
 
 class SendCall(Protocol):
-    """Sends one request's bytes."""
+    """Sends a serialized request."""
 
     def __call__(self, request: bytes, /, *, timeout: float) -> Awaitable[bytes]:
-        """Send."""
+        """Send the request. Returns the serialized response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +105,28 @@ class Requests:
         return self._bytes[:start] + counter + self._bytes[start + len(counter) :]
 
 
-async def send_for(seconds: float, endpoint: Endpoint, make: Callable[[], bytes], concurrency: int) -> Round:
+async def send_for(seconds: float, endpoint: Endpoint, make_request: Callable[[], bytes], concurrency: int) -> Round:
     """Keep `concurrency` calls in flight for this many seconds."""
     latencies_s: list[float] = []
-    server_cpu_s, client_cpu_s, start_s = endpoint.process.cpu_s, time.process_time(), time.perf_counter()
+    server_start_cpu_s, client_start_cpu_s = endpoint.process.cpu_s, time.process_time()
+    start_s = time.perf_counter()
     end_s = start_s + seconds
 
-    async def send() -> None:
+    async def send_in_turn() -> None:
         sent_s = time.perf_counter()
         while sent_s < end_s:
-            await endpoint.call(make(), timeout=_TIMEOUT_S)
+            await endpoint.call(make_request(), timeout=_TIMEOUT_S)
             answered_s = time.perf_counter()
             latencies_s.append(answered_s - sent_s)
             sent_s = answered_s
 
-    await asyncio.gather(*(send() for _ in range(concurrency)))
-    wall_s, after_s = time.perf_counter() - start_s, endpoint.process.cpu_s
-    server_cpu_s = None if server_cpu_s is None or after_s is None else after_s - server_cpu_s
-    return Round(latencies_s, wall_s, server_cpu_s, time.process_time() - client_cpu_s)
+    await asyncio.gather(*(send_in_turn() for _ in range(concurrency)))
+    wall_s = time.perf_counter() - start_s
+    server_end_cpu_s = endpoint.process.cpu_s
+    server_cpu_s = None
+    if server_start_cpu_s is not None and server_end_cpu_s is not None:
+        server_cpu_s = server_end_cpu_s - server_start_cpu_s
+    return Round(latencies_s, wall_s, server_cpu_s, time.process_time() - client_start_cpu_s)
 
 
 async def check(service: Endpoint, echo: Endpoint, requests: Requests, num_tokens: int) -> None:
@@ -132,29 +136,33 @@ async def check(service: Endpoint, echo: Endpoint, requests: Requests, num_token
         AssertionError: one of these does not hold.
     """
     await service.call(requests.hit(), timeout=_TIMEOUT_S)
-    for make, max_cached_tokens in ((requests.hit, num_tokens - 1), (requests.miss, _COUNTER_TOKENS)):
-        data, echoed = [await each.call(make(), timeout=_TIMEOUT_S) for each in (service, echo)]
-        answer = prefill_pb2.PrefillResponse.FromString(data)
+    for make_request, max_cached_tokens in ((requests.hit, num_tokens - 1), (requests.miss, _COUNTER_TOKENS)):
+        response_bytes, echoed_bytes = [await each.call(make_request(), timeout=_TIMEOUT_S) for each in (service, echo)]
+        answer = prefill_pb2.PrefillResponse.FromString(response_bytes)
         cached_tokens = answer.usage.cached_tokens
         assert answer.next_token_id == NEXT_TOKEN_ID, (
             f"next token: expected {NEXT_TOKEN_ID}, got {answer.next_token_id}"
         )
         assert cached_tokens + answer.usage.computed_tokens == num_tokens, "usage: the tokens do not add up"
         assert cached_tokens <= max_cached_tokens, f"a miss reuses {cached_tokens} tokens"
-        assert make == requests.miss or cached_tokens == max_cached_tokens, f"a hit reuses {cached_tokens} tokens"
-        assert abs(len(data) - len(echoed)) <= _VARINT_BYTES, f"answers of {len(data)} and {len(echoed)} bytes"
+        assert make_request == requests.miss or cached_tokens == max_cached_tokens, (
+            f"a hit reuses {cached_tokens} tokens"
+        )
+        assert abs(len(response_bytes) - len(echoed_bytes)) <= _VARINT_BYTES, (
+            f"answers of {len(response_bytes)} and {len(echoed_bytes)} bytes"
+        )
 
 
 async def measure(
-    endpoints: dict[str, Endpoint], make: Callable[[], bytes], concurrency: int, rounds: int, seconds: float
+    endpoints: dict[str, Endpoint], make_request: Callable[[], bytes], concurrency: int, rounds: int, seconds: float
 ) -> Row:
     """Measure rounds in turn. Calls per second are medians over rounds, latencies are percentiles over all calls."""
     measured: dict[str, list[Round]] = {name: [] for name in SERVERS}
     for number in range(-1, rounds):  # the first one warms up
         for name in SERVERS if number % 2 else SERVERS[::-1]:
-            sent = await send_for(seconds, endpoints[name], make, concurrency)
+            sent_round = await send_for(seconds, endpoints[name], make_request, concurrency)
             if number >= 0:
-                measured[name].append(sent)
+                measured[name].append(sent_round)
     row: Row = {name: _summary(each) for name, each in measured.items()}
     row["ratio"] = row["service"]["calls_per_s"] / row["echo"]["calls_per_s"]
     return row
@@ -185,8 +193,8 @@ async def run(options: argparse.Namespace) -> list[Row]:
             for num_tokens, kind, concurrency in _cases(options):
                 requests = Requests(num_tokens, options.seed + len(rows))
                 await check(service, endpoints["echo"], requests, num_tokens)
-                make = getattr(requests, kind)
-                row = await measure(endpoints, make, concurrency, options.rounds, options.seconds)
+                make_request = getattr(requests, kind)
+                row = await measure(endpoints, make_request, concurrency, options.rounds, options.seconds)
                 rows.append({"prompt_tokens": num_tokens, "kind": kind, "concurrency": concurrency, **row})
                 print(_line(rows[-1]), flush=True)
             await channels.aclose()  # while the servers still run
@@ -205,6 +213,7 @@ async def _start(processes: ExitStack, channels: AsyncExitStack, arguments: list
     return Endpoint(channel.unary_unary(_METHOD, None, None), process)  # without serializers: bytes in, bytes out
 
 
+# Where a column has two numbers, the first one is of the service, the second one of the echo server.
 _HEADING = (
     f"{'tokens':>6} {'kind':>4} {'at once':>7} {'service/s':>9} {'echo/s':>8} {'ratio':>6} "
     f"{'p50 ms':>15} {'p99 ms':>15} {'server us':>11} {'client us':>11}"

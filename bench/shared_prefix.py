@@ -31,6 +31,7 @@ from radixkv.model.on_cpu import cpu_candidates
 from radixkv.storage.device_pool import KVShape
 
 _BLOCK_SIZE = 64
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # maximum difference from torch's fused attention
 
 Row = dict[str, Any]
 
@@ -58,27 +59,29 @@ class SharedPrefixCase:
     ) -> None:
         num_query_heads, num_kv_heads, head_dim = heads
         prefix_blocks, own_blocks = prefix_tokens // _BLOCK_SIZE, -(-own_tokens // _BLOCK_SIZE)
-        blocks_each = prefix_blocks + own_blocks
+        blocks_per_request = prefix_blocks + own_blocks
         torch.manual_seed(0)
         self.query = torch.randn(num_requests * new_tokens, num_query_heads, head_dim).to(dtype)
-        size = (num_requests * blocks_each, 1, num_kv_heads, _BLOCK_SIZE, head_dim)
-        self._pool = KVPool.allocate(*size, dtype=dtype, is_by_layer=True)
+        pool_size = (num_requests * blocks_per_request, 1, num_kv_heads, _BLOCK_SIZE, head_dim)
+        self._pool = KVPool.allocate(*pool_size, dtype=dtype, is_by_layer=True)
         self._pool.values.normal_()
-        tables = np.arange(num_requests * blocks_each, dtype=np.int32).reshape(num_requests, blocks_each)
-        for table in tables[1:]:
+        tables = np.arange(num_requests * blocks_per_request, dtype=np.int32).reshape(num_requests, blocks_per_request)
+        for table in tables[1:]:  # the separate blocks have the same prefix
             self._pool.values[table[:prefix_blocks]] = self._pool.values[:prefix_blocks]
-        lens = [new_tokens] * num_requests, [prefix_tokens + own_tokens] * num_requests
-        self._separate = PagedBatch.build(*lens, list(tables), _BLOCK_SIZE)
-        shared = tables.copy()
-        shared[:, :prefix_blocks] = tables[0, :prefix_blocks]
-        self._shared = PagedBatch.build(*lens, list(shared), _BLOCK_SIZE)
+        query_and_kv_lens = [new_tokens] * num_requests, [prefix_tokens + own_tokens] * num_requests
+        self._separate = PagedBatch.build(*query_and_kv_lens, list(tables), _BLOCK_SIZE)
+        shared_tables = tables.copy()
+        shared_tables[:, :prefix_blocks] = tables[0, :prefix_blocks]
+        self._shared = PagedBatch.build(*query_and_kv_lens, list(shared_tables), _BLOCK_SIZE)
         self._scoring = Scoring(head_dim**-0.5)
         shape = KVShape(1, num_kv_heads, head_dim, dtype)
         kinds = (AttentionKind(num_query_heads, window=None, softcap=None),)
         use = AttentionUse(kinds, dtype, shape, _BLOCK_SIZE, torch.device("cpu"), is_exact=True)
+        # By whether blocks are shared: each variant has kernels of its own, which keep the plan of its batch.
         self._kernels = {is_shared: next(iter(cpu_candidates(use).values())) for is_shared in (True, False)}
+        # K and V of each request for torch's attention: [2, num_requests, num_kv_heads, num_keys, head_dim].
         kv = self._pool.values[torch.from_numpy(tables).long(), 0].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
-        self._kv = kv[:, :, :, : prefix_tokens + own_tokens].contiguous()
+        self._contiguous_kv = kv[:, :, :, : prefix_tokens + own_tokens].contiguous()
         self._new_tokens = new_tokens
 
     def attend(self, *, is_shared: bool) -> torch.Tensor:
@@ -88,7 +91,7 @@ class SharedPrefixCase:
 
     def attend_contiguous(self) -> torch.Tensor:
         """Call torch's fused attention for each request."""
-        num_keys = self._kv.shape[3]
+        num_keys = self._contiguous_kv.shape[3]
         visible = torch.ones(self._new_tokens, num_keys, dtype=torch.bool).tril_(num_keys - self._new_tokens)
         queries = torch.split(self.query, self._new_tokens)
         return torch.cat(
@@ -96,7 +99,7 @@ class SharedPrefixCase:
                 scaled_dot_product_attention(
                     query.transpose(0, 1)[None], key[None], value[None], visible, enable_gqa=True
                 )[0].transpose(0, 1)
-                for query, key, value in zip(queries, *self._kv, strict=True)
+                for query, key, value in zip(queries, *self._contiguous_kv, strict=True)
             ]
         )
 
@@ -106,7 +109,7 @@ def measure(case: SharedPrefixCase, rounds: int) -> Row:
     if not torch.equal(case.attend(is_shared=True), case.attend(is_shared=False)):
         raise SystemExit("shared blocks: the bits differ from those with separate blocks")
     error = (case.attend(is_shared=True).float() - case.attend_contiguous().float()).abs().max().item()
-    if not error < (1e-5 if case.query.dtype == torch.float32 else 0.05):
+    if not error < _TOLERANCE[case.query.dtype]:
         raise SystemExit(
             f"shared blocks: expected the output of torch's fused attention, got a difference of {error:.2g}"
         )
@@ -115,13 +118,13 @@ def measure(case: SharedPrefixCase, rounds: int) -> Row:
         "apart_ms": lambda: case.attend(is_shared=False),
         "fused_ms": case.attend_contiguous,
     }
-    times: dict[str, list[float]] = {name: [] for name in variants}
+    times_ms: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, attend in variants.items():
             start_s = time.thread_time()
             attend()
-            times[name].append((time.thread_time() - start_s) * 1e3)
-    return {name: statistics.median(samples_ms) for name, samples_ms in times.items()}
+            times_ms[name].append((time.thread_time() - start_s) * 1e3)
+    return {name: statistics.median(samples_ms) for name, samples_ms in times_ms.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -138,16 +141,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # so that the CPU time of one thread is the whole time
     rows = []
+    # "apart": each request has separate blocks for the prefix.
     print("dtype     requests  prefix  new  shared, ms  apart, ms  fused, ms  shared / apart  shared / fused")
-    for dtype, prefix, count, new in itertools.product(options.dtypes, options.prefixes, options.requests, options.new):
-        case = SharedPrefixCase(count, prefix, options.own, new, tuple(options.heads), getattr(torch, dtype))
-        row = {"dtype": dtype, "requests": count, "prefix_tokens": prefix, "new_tokens": new}
+    for dtype, prefix, num_requests, new in itertools.product(
+        options.dtypes, options.prefixes, options.requests, options.new
+    ):
+        case = SharedPrefixCase(num_requests, prefix, options.own, new, tuple(options.heads), getattr(torch, dtype))
+        row = {"dtype": dtype, "requests": num_requests, "prefix_tokens": prefix, "new_tokens": new}
         row |= measure(case, options.rounds)
         rows.append(row)
         shared, apart, fused = row["shared_ms"], row["apart_ms"], row["fused_ms"]
         print(
-            f"{dtype:9} {count:8} {prefix:7} {new:4} {shared:11.2f} {apart:10.2f} {fused:10.2f} {shared / apart:15.2f} "
-            f"{shared / fused:15.2f}",
+            f"{dtype:9} {num_requests:8} {prefix:7} {new:4} {shared:11.2f} {apart:10.2f} {fused:10.2f} "
+            f"{shared / apart:15.2f} {shared / fused:15.2f}",
             flush=True,
         )
     if options.json:

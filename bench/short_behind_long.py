@@ -31,6 +31,7 @@ from radixkv.service.client import AsyncClient
 
 VOCAB_SIZE = 256
 PROBE_TOKENS = 16
+_NUM_ALONE = 9  # prompts on the idle server
 SETTLE_S = 2.0  # the first steps of a long prompt are short, so waiting for them would show nothing
 
 
@@ -41,8 +42,8 @@ class DelaySample:
     Attributes:
         seconds: time to the answer.
         alone_s: median time to the answer of such a prompt on an idle server.
-        two_steps_s: the longest time of two successive steps while the prompt waited, including the step that was
-            running when the prompt arrived.
+        two_steps_s: the maximum time of two successive steps, the first of which ran while the prompt waited or when
+            it arrived.
     """
 
     seconds: float
@@ -73,11 +74,12 @@ class StepWatch:
         self._task.cancel()
 
     def two_steps_s(self, start_s: float, end_s: float) -> float:
-        """Return the longest time of two successive steps among those that overlap `[start_s, end_s)`."""
-        overlapping = [
-            i for i in range(1, len(self._ends_s)) if self._ends_s[i] > start_s and self._ends_s[i - 1] < end_s
-        ]
-        return max(self._ends_s[min(i + 1, len(self._ends_s) - 1)] - self._ends_s[i - 1] for i in overlapping)
+        """Return the maximum time of a step that overlaps `[start_s, end_s)` and the step after it, together."""
+        ends_s = self._ends_s
+        # Step i begins at ends_s[i - 1] and ends at ends_s[i].
+        overlapping_steps = [i for i in range(1, len(ends_s)) if ends_s[i] > start_s and ends_s[i - 1] < end_s]
+        last = len(ends_s) - 1
+        return max(ends_s[min(i + 1, last)] - ends_s[i - 1] for i in overlapping_steps)
 
 
 async def measure(address: str, long_tokens: int, short_tokens: int, count: int, seed: int) -> list[DelaySample]:
@@ -92,32 +94,38 @@ async def measure(address: str, long_tokens: int, short_tokens: int, count: int,
         return [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
 
     async with AsyncClient(address, timeout_s=600) as client:
-        alone_s = statistics.median([(await ask(client, random_prompt(short_tokens)))[1] for _ in range(9)])
-        long = asyncio.create_task(client.prefill(random_prompt(long_tokens), read_cache=False, write_cache=False))
+        alone_s = statistics.median([(await ask(client, random_prompt(short_tokens)))[1] for _ in range(_NUM_ALONE)])
+        long_prefill = asyncio.create_task(
+            client.prefill(random_prompt(long_tokens), read_cache=False, write_cache=False)
+        )
         await asyncio.sleep(SETTLE_S)
         watch = StepWatch(client)
-        timed = []
+        timed_answers = []
         for _ in range(count):
             await asyncio.sleep(rng.random())
             start_s, seconds = await ask(client, random_prompt(short_tokens))
-            if long.done():
+            if long_prefill.done():
                 break
-            timed.append((start_s, seconds))
-        if not timed:
+            timed_answers.append((start_s, seconds))
+        if not timed_answers:
             watch.stop()
-            await long
+            await long_prefill
             raise ConfigError(
                 f"--long-tokens: expected a prompt that is computed for longer than the first short one waits, got "
                 f"{long_tokens} tokens, which were answered before it"
             )
-        await asyncio.sleep(2 * max(seconds for _, seconds in timed))  # the step after the last one must end too
+        # The step after the last answer must end, too.
+        await asyncio.sleep(2 * max(seconds for _, seconds in timed_answers))
         watch.stop()
-        await long
-    return [DelaySample(seconds, alone_s, watch.two_steps_s(start_s, start_s + seconds)) for start_s, seconds in timed]
+        await long_prefill
+    return [
+        DelaySample(seconds, alone_s, watch.two_steps_s(start_s, start_s + seconds))
+        for start_s, seconds in timed_answers
+    ]
 
 
 async def ask(client: AsyncClient, ids: list[int]) -> tuple[float, float]:
-    """Send a prompt. Returns when it was sent, and how long the answer took."""
+    """Send a prompt. Returns the time of `time.monotonic` before it was sent, and the seconds until the answer."""
     start_s = time.monotonic()
     answer = await client.prefill(ids)
     assert answer.usage.computed_tokens > 0, "the prompts are all different"
@@ -142,10 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    seconds = sorted(sample.seconds for sample in samples)
+    waits_s = sorted(sample.seconds for sample in samples)
     result = {
         "short_requests": len(samples),
-        "seconds": {"median": statistics.median(seconds), "max": seconds[-1]},
+        "seconds": {"median": statistics.median(waits_s), "max": waits_s[-1]},
         "alone_s": samples[0].alone_s,
         "two_steps_s": {
             "median": statistics.median(sample.two_steps_s for sample in samples),
@@ -158,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     print(
         f"{len(samples)} prompts of {options.short_tokens} tokens behind one of {options.long_tokens}: "
-        f"{statistics.median(seconds):.2f} s in the median, {seconds[-1]:.2f} at most; over two steps and "
+        f"{statistics.median(waits_s):.2f} s in the median, {waits_s[-1]:.2f} at most; over two steps and "
         f"{samples[0].alone_s:.2f} s alone: {result['over_two_steps_and_alone']}"
     )
     if options.json:

@@ -41,12 +41,17 @@ BLOCK_SIZE = 64
 VOCAB_SIZE = 256
 _NUM_QUERY_HEADS, _NUM_KV_HEADS = 32, 8
 _STEP_TOKENS = 8192
+_TOKEN_ID = 7  # the token that every step returns
 
 Row = dict[str, Any]
 
 
 class IdleRunner:
-    """Replaces `Runner`: computes nothing, and records the time from the end of a step to the start of the next one."""
+    """Replaces `Runner`: runs no model, and records the time from the end of a step to the start of the next one.
+
+    Args:
+        is_asynchronous: whether the engine core starts a step before the remaining work of the previous one.
+    """
 
     def __init__(self, *, is_asynchronous: bool) -> None:
         self.is_asynchronous = is_asynchronous
@@ -74,7 +79,7 @@ class IdleRunner:
 
     def _end(self, chunks: Sequence[Chunk]) -> StepResult:
         num_rows = sum(chunk.wants_logits for chunk in chunks)
-        result = StepResult(torch.empty(num_rows, VOCAB_SIZE), [7] * num_rows, [True] * len(chunks))
+        result = StepResult(torch.empty(num_rows, VOCAB_SIZE), [_TOKEN_ID] * num_rows, [True] * len(chunks))
         self._ended_s = time.perf_counter()
         return result
 
@@ -83,16 +88,16 @@ def decoding_core(
     runner: IdleRunner, num_requests: int, prompt_tokens: int, num_steps: int, num_waiting: int = 0
 ) -> EngineCore:
     """Build an engine core whose running generations decode during all measured steps, while other requests wait."""
-    # steps with prompts, in which the first requests already decode
-    prompt_steps = 2 * num_requests * -(-prompt_tokens // _STEP_TOKENS)
-    new_tokens = num_steps + prompt_steps + 8
+    # The maximum number of steps with prompts, in which the first requests already decode.
+    max_prompt_steps = 2 * num_requests * -(-prompt_tokens // _STEP_TOKENS)
+    new_tokens = num_steps + max_prompt_steps + 8  # with a few to spare, so that no generation ends
     num_blocks = num_requests * (-(-(prompt_tokens + new_tokens) // BLOCK_SIZE) + 1)
     config = EngineConfig(max_step_tokens=_STEP_TOKENS, max_running_requests=num_requests)
     core = EngineCore.build(cast("Runner", runner), PrefixCache(num_blocks, BLOCK_SIZE), config)
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     requests = []
     for _ in range(num_requests + num_waiting):
-        prompt = random.integers(0, VOCAB_SIZE, prompt_tokens).astype("<u4").tobytes()
+        prompt = rng.integers(0, VOCAB_SIZE, prompt_tokens).astype("<u4").tobytes()
         generation = Generation(Sampling(new_tokens, ignore_eos=True), frozenset(), lambda _: None)
         future: Future[GenerateResult] = Future()
         requests.append(Request(PrefillParams(prompt), Namespace("bench"), future, time.monotonic(), generation))
@@ -107,15 +112,15 @@ def decoding_core(
 def measure(num_requests: int, prompt_tokens: int, num_waiting: int, num_steps: int, rounds: int) -> Row:
     """Return medians over all steps, in rounds that alternate between overlap scheduling and none."""
     gaps_s: dict[bool, list[float]] = {True: [], False: []}
-    for is_ahead in (True, False) * rounds:
-        runner = IdleRunner(is_asynchronous=is_ahead)
+    for is_overlapped in (True, False) * rounds:
+        runner = IdleRunner(is_asynchronous=is_overlapped)
         core = decoding_core(runner, num_requests, prompt_tokens, num_steps, num_waiting)
         runner.gaps_s.clear()
         for _ in range(num_steps):
             core.step()
         assert core.stats.load().requests.running == num_requests, "a generation ended while it was measured"
-        gaps_s[is_ahead] += runner.gaps_s
-    ahead_ms, after_ms = (statistics.median(gaps_s[is_ahead]) * 1e3 for is_ahead in (True, False))
+        gaps_s[is_overlapped] += runner.gaps_s
+    ahead_ms, after_ms = (statistics.median(gaps_s[is_overlapped]) * 1e3 for is_overlapped in (True, False))
     return {
         "requests": num_requests,
         "prompt_tokens": prompt_tokens,

@@ -35,8 +35,9 @@ PREFIX_TOKENS = 512
 SUFFIX_TOKENS = 64
 ROWS = ("cold", "warm", "decode")
 CONDITIONS = ("quiet", "busy")
-_TINY_IDS = 250
-_SMALL_IDS = 49_000
+# Token ids of prompts are less than these limits, which the vocabularies of the models exceed.
+_TINY_ID_LIMIT = 250
+_SMALL_ID_LIMIT = 49_000
 _PAUSE_S = 0.05  # between two calls, so that idle threads have stopped spinning
 _START_TIMEOUT_S = 600.0
 _CALL_TIMEOUT_S = 600.0
@@ -83,22 +84,22 @@ def save_small_model(folder: Path) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def measure(client: Client, max_id: int, seed: str, new_tokens: int) -> dict[str, float]:
+def measure(client: Client, id_limit: int, seed: str, new_tokens: int) -> dict[str, float]:
     """Measure each row once.
 
     Args:
         client: client of the server.
-        max_id: prompts consist of smaller token ids.
+        id_limit: the token ids of prompts are less than this.
         seed: equal seeds make equal prompts.
         new_tokens: tokens that are decoded, at least 2.
 
     Returns:
         Milliseconds: per prompt for `cold` and `warm`, per token for `decode`.
     """
-    numbers = random.Random(seed)
+    rng = random.Random(seed)
 
-    def ids(count: int) -> list[int]:
-        return [numbers.randrange(max_id) for _ in range(count)]
+    def draw_ids(count: int) -> list[int]:
+        return [rng.randrange(id_limit) for _ in range(count)]
 
     def prefill_ms(prompt: list[int]) -> float:
         time.sleep(_PAUSE_S)
@@ -106,19 +107,19 @@ def measure(client: Client, max_id: int, seed: str, new_tokens: int) -> dict[str
         client.prefill(prompt)
         return (time.perf_counter() - start_s) * 1e3
 
-    prefix = ids(PREFIX_TOKENS)
-    cold_ms = prefill_ms(prefix + ids(SUFFIX_TOKENS))
-    warm_ms = statistics.median(prefill_ms(prefix + ids(SUFFIX_TOKENS)) for _ in range(3))
+    prefix = draw_ids(PREFIX_TOKENS)
+    cold_ms = prefill_ms(prefix + draw_ids(SUFFIX_TOKENS))
+    warm_ms = statistics.median(prefill_ms(prefix + draw_ids(SUFFIX_TOKENS)) for _ in range(3))
     time.sleep(_PAUSE_S)
     arrivals_s: list[float] = []
-    for update in client.generate(prefix + ids(4), max_new_tokens=new_tokens, ignore_eos=True):
+    for update in client.generate(prefix + draw_ids(4), max_new_tokens=new_tokens, ignore_eos=True):
         arrivals_s += [time.perf_counter()] * len(update.token_ids)
     decode_ms = (arrivals_s[-1] - arrivals_s[0]) / (len(arrivals_s) - 1) * 1e3
     return {"cold": cold_ms, "warm": warm_ms, "decode": decode_ms}
 
 
 @contextlib.contextmanager
-def other_work(num_processes: int) -> Iterator[None]:
+def busy_processes(num_processes: int) -> Iterator[None]:
     """Run other processes that keep the CPU busy while the context lasts. Each has its own session."""
     command = [sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(command, start_new_session=True) for _ in range(num_processes)]
@@ -132,30 +133,32 @@ def other_work(num_processes: int) -> Iterator[None]:
 
 def run(settings: Sequence[ThreadSetting], rounds: int, num_busy: int, new_tokens: int) -> list[dict[str, Any]]:
     """Measure all settings in turn. Returns the median times of each setting, condition and row of the table."""
-    samples: dict[tuple[ThreadSetting, str, str], list[float]] = {}
+    samples_ms: dict[tuple[ThreadSetting, str, str], list[float]] = {}  # by setting, condition and row
     with contextlib.ExitStack() as stack:
-        small = stack.enter_context(tempfile.TemporaryDirectory())
+        small_model = stack.enter_context(tempfile.TemporaryDirectory())
         if any(setting.model == "small" for setting in settings):
-            save_small_model(Path(small))
+            save_small_model(Path(small_model))
         clients: dict[ThreadSetting, Client] = {}
         for setting in settings:
-            options = ("model.dtype=bfloat16", "cache.capacity_tokens=65536")
-            command = serve_command(small if setting.model == "small" else "tiny", "cpu", options)
+            server_settings = ("model.dtype=bfloat16", "cache.capacity_tokens=65536")
+            command = serve_command(small_model if setting.model == "small" else "tiny", "cpu", server_settings)
             if setting.checkout is None:
                 command += ["--threads", str(setting.threads)]
-            else:
+            else:  # another checkout may not have the option
                 command = ["env", f"OMP_NUM_THREADS={setting.threads}", *command]
             process = ServerProcess(command, start_timeout_s=_START_TIMEOUT_S, checkout=setting.checkout)
             address = stack.enter_context(process)
             clients[setting] = stack.enter_context(Client(address, timeout_s=_CALL_TIMEOUT_S))
         for round_number in range(-1, rounds):  # the first one warms up
             for condition in CONDITIONS:
-                with other_work(num_busy if condition == "busy" else 0):
+                with busy_processes(num_busy if condition == "busy" else 0):
                     for setting, client in clients.items():
-                        max_id = _TINY_IDS if setting.model == "tiny" else _SMALL_IDS
-                        measured = measure(client, max_id, f"{round_number} {condition} {setting.model}", new_tokens)
-                        for row, milliseconds in measured.items() if round_number >= 0 else ():
-                            samples.setdefault((setting, condition, row), []).append(milliseconds)
+                        id_limit = _TINY_ID_LIMIT if setting.model == "tiny" else _SMALL_ID_LIMIT
+                        measured = measure(client, id_limit, f"{round_number} {condition} {setting.model}", new_tokens)
+                        if round_number < 0:
+                            continue
+                        for row, milliseconds in measured.items():
+                            samples_ms.setdefault((setting, condition, row), []).append(milliseconds)
     return [
         {
             "model": setting.model,
@@ -167,25 +170,26 @@ def run(settings: Sequence[ThreadSetting], rounds: int, num_busy: int, new_token
             "min_ms": min(each),
             "max_ms": max(each),
         }
-        for (setting, condition, row), each in samples.items()
+        for (setting, condition, row), each in samples_ms.items()
     ]
 
 
 def table(rows: Sequence[dict[str, Any]], settings: Sequence[ThreadSetting]) -> str:
     """Format rows as a table: a column per number of threads and checkout, and the ratio of busy to quiet."""
     columns = list(dict.fromkeys(setting.label for setting in settings))
-    ms_by_cell = {
-        (row["model"], row["row"], row["condition"], ThreadSetting("", row["threads"], row["checkout"]).label): row[
-            "ms"
-        ]
-        for row in rows
-    }
+    ms_by_cell: dict[tuple[str, str, str, str], float] = {}
+    for row in rows:
+        column = ThreadSetting("", row["threads"], row["checkout"]).label
+        ms_by_cell[row["model"], row["row"], row["condition"], column] = row["ms"]
     lines = ["model  row     condition" + "".join(f"{column:>18}" for column in columns)]
-    for model, row in itertools.product(dict.fromkeys(setting.model for setting in settings), ROWS):
+    for model, row_name in itertools.product(dict.fromkeys(setting.model for setting in settings), ROWS):
         for condition in CONDITIONS:
-            times = [ms_by_cell[model, row, condition, column] for column in columns]
-            lines.append(f"{model:6} {row:7} {condition:9}" + "".join(f"{each:15.1f} ms" for each in times))
-        ratios = [ms_by_cell[model, row, "busy", each] / ms_by_cell[model, row, "quiet", each] for each in columns]
+            times = [ms_by_cell[model, row_name, condition, column] for column in columns]
+            lines.append(f"{model:6} {row_name:7} {condition:9}" + "".join(f"{each:15.1f} ms" for each in times))
+        ratios = [
+            ms_by_cell[model, row_name, "busy", column] / ms_by_cell[model, row_name, "quiet", column]
+            for column in columns
+        ]
         lines.append(f"{'':15}busy/quiet" + "".join(f"{each:17.2f}x" for each in ratios))
     return "\n".join(lines)
 

@@ -39,6 +39,7 @@ _HIT_TOKENS = 8192
 _EVENT_BLOCK_SIZE = 16
 _SAMPLES = 400
 _PEER_EVICTIONS = 50  # each visits every leaf, which takes tens of milliseconds with 100,000 leaves
+_PEER_MAX_LEAVES = 100_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +80,9 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     for peer, make_tree in peers.items():
         report[f"{peer}_evict_us"] = {
-            f"{leaves}": measure_sglang_evict(leaves, make_tree) for leaves in options.leaves if leaves <= 100_000
+            f"{leaves}": measure_sglang_evict(leaves, make_tree)
+            for leaves in options.leaves
+            if leaves <= _PEER_MAX_LEAVES
         }
     report["ratios"] = _ratios(report)
     return report
@@ -93,79 +96,81 @@ def measure_replay(prompts: Sequence[bytes], block_size: int) -> dict[str, float
     """
     num_blocks = sum(-(-len(prompt) // (4 * block_size)) for prompt in prompts)
     cache = PrefixCache(num_blocks, block_size)
-    insert: list[float] = []
+    insert_s: list[float] = []
     for prompt in map(_copy, prompts):
         with cache.lease(_NAMESPACE, prompt) as lease:
-            start = time.perf_counter()
+            start_s = time.perf_counter()
             lease.commit(lease.num_tokens)
-            insert.append(time.perf_counter() - start)
+            insert_s.append(time.perf_counter() - start_s)
     match = cache.match(_NAMESPACE, prompts[-1])
     assert match.cached_tokens == len(prompts[-1]) // 4 - 1
     assert match.block_ids.size == -(-match.cached_tokens // block_size)
     stored = iter([_copy(prompt) for prompt in prompts])
     return {
-        "insert": _median_us(insert),
-        "memcmp": _median_us(_times(lambda prompt: prompt == next(stored), prompts)),
-        "match": _median_us(_times(lambda prompt: cache.match(_NAMESPACE, prompt), prompts)),
+        "insert": _median_us(insert_s),
+        "memcmp": _median_us(_time_each(lambda prompt: prompt == next(stored), prompts)),
+        "match": _median_us(_time_each(lambda prompt: cache.match(_NAMESPACE, prompt), prompts)),
     }
 
 
 def measure_events(prompts: Sequence[bytes], block_size: int) -> dict[str, float]:
     """Measure an insert without an event log, with one that has no reader, and with one that records, in turn.
 
-    Returns medians in microseconds; also the median time of publishing after an insert, and its mean per event block.
+    Returns medians in microseconds; also the median time of publishing the events of an insert, and the mean time of
+    publishing per event block.
     """
     num_blocks = sum(-(-len(prompt) // (4 * block_size)) for prompt in prompts)
     feeds = [TreeFeed(EventLog(), _EVENT_BLOCK_SIZE, block_size, Identities(), num_blocks * 64) for _ in range(2)]
     caches = [PrefixCache(num_blocks, block_size, listeners=each) for each in ((), feeds[:1], feeds[1:])]
     feeds[1].switch_on(caches[2].nodes)
-    inserts: list[list[float]] = [[], [], []]
-    publishes: list[float] = []
+    inserts_s: list[list[float]] = [[], [], []]  # of each cache
+    publishes_s: list[float] = []
     for number, prompt in enumerate(prompts):
-        for which in (number % 3, (number + 1) % 3, (number + 2) % 3):
-            with caches[which].lease(_NAMESPACE, _copy(prompt)) as lease:
-                start = time.perf_counter()
+        for index in (number % 3, (number + 1) % 3, (number + 2) % 3):  # each cache is the first one in turn
+            with caches[index].lease(_NAMESPACE, _copy(prompt)) as lease:
+                start_s = time.perf_counter()
                 lease.commit(lease.num_tokens)
-                inserts[which].append(time.perf_counter() - start)
-        publishes += _times(lambda _: feeds[1].publish(), [None])
+                inserts_s[index].append(time.perf_counter() - start_s)
+        publishes_s += _time_each(lambda _: feeds[1].publish(), [None])
     names = ("insert_without_log", "insert_with_log_unread", "insert_recorded")
-    times = {name: _median_us(each) for name, each in zip(names, inserts, strict=True)}
-    block_s = sum(publishes) / feeds[1].log.num_blocks
-    return times | {"publish": _median_us(publishes), "publish_a_block": round(block_s * 1e6, 3)}
+    times = {name: _median_us(each) for name, each in zip(names, inserts_s, strict=True)}
+    block_s = sum(publishes_s) / feeds[1].log.num_blocks
+    return times | {"publish": _median_us(publishes_s), "publish_a_block": round(block_s * 1e6, 3)}
 
 
 def measure_sglang(
     prompts: Sequence[bytes], block_size: int, make_tree: Callable[[int], SglangTree]
 ) -> dict[str, float]:
-    """Measure the same with a tree of SGLang. Keys and values are built before the timed part."""
+    """Measure what `measure_replay` does, with a tree of SGLang. Keys and values are built before the timed part."""
     import torch  # the tree's values are tensors
 
     tree = make_tree(block_size)
-    insert: list[float] = []
+    insert_s: list[float] = []
     next_index = 0
     for prompt in prompts:
         key = tree.key(prompt)
         indices = torch.arange(next_index, next_index + len(key))
         next_index += len(key)
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         tree.insert(key, indices)
-        insert.append(time.perf_counter() - start)
+        insert_s.append(time.perf_counter() - start_s)
     whole_blocks = len(prompts[-1]) // 4 // block_size * block_size
     assert tree.match_with_indices(tree.key(prompts[-1])).numel() == whole_blocks
     return {
-        "insert": _median_us(insert),
-        "match": _median_us(_times(tree.match, map(tree.key, prompts))),
-        "match_with_indices": _median_us(_times(tree.match_with_indices, map(tree.key, prompts))),
+        "insert": _median_us(insert_s),
+        "match": _median_us(_time_each(tree.match, map(tree.key, prompts))),
+        "match_with_indices": _median_us(_time_each(tree.match_with_indices, map(tree.key, prompts))),
     }
 
 
 def measure_hit(block_size: int) -> dict[str, float]:
     """Measure a hit of 8,192 tokens: lease and release alone, and with a match before and a commit of 64 new tokens."""
     prefix = np.random.default_rng(0).integers(0, _VOCAB_SIZE, _HIT_TOKENS, dtype=np.uint32).tobytes()
+    # Enough blocks for all new tokens, even if a block has one token, so that nothing is evicted.
     cache = PrefixCache(_HIT_TOKENS // block_size + 2 * 64 * _SAMPLES, block_size)
     with cache.lease(_NAMESPACE, prefix) as lease:
         lease.commit(_HIT_TOKENS)
-    prompts = [prefix + np.full(64, n, dtype="<u4").tobytes() for n in range(2 * _SAMPLES)]
+    prompts = [prefix + np.full(64, n, dtype="<u4").tobytes() for n in range(_SAMPLES, 2 * _SAMPLES)]
 
     def lease_and_release(prompt: bytes) -> None:
         cache.lease(_NAMESPACE, prompt).close()
@@ -176,10 +181,10 @@ def measure_hit(block_size: int) -> dict[str, float]:
         lease.commit(lease.num_tokens)
         lease.close()
 
-    hit = _times(lease_and_release, [prefix + b"\1\0\0\0"] * _SAMPLES)
-    request = _times(whole_request, prompts[_SAMPLES:])
+    hits_s = _time_each(lease_and_release, [prefix + b"\1\0\0\0"] * _SAMPLES)
+    requests_s = _time_each(whole_request, prompts)
     cache.check()
-    return {"lease_and_release": _median_us(hit), "match_lease_commit_release": _median_us(request)}
+    return {"lease_and_release": _median_us(hits_s), "match_lease_commit_release": _median_us(requests_s)}
 
 
 def measure_evict(num_leaves: int) -> dict[str, float]:
@@ -190,16 +195,17 @@ def measure_evict(num_leaves: int) -> dict[str, float]:
     for leaf in leaves:
         with cache.lease(_NAMESPACE, leaf) as lease:
             lease.commit(2)
-    picked = np.random.default_rng(0).choice(num_leaves // 2, _SAMPLES) + num_leaves // 2
+    # From the more recently used half, of which no leaf is evicted before it is touched.
+    touched = np.random.default_rng(0).choice(num_leaves // 2, _SAMPLES) + num_leaves // 2
 
     def touch(leaf: bytes) -> None:
         cache.lease(_NAMESPACE, leaf).close()
 
     cache.evict(2)  # so that each lease finds a free block
-    touches = _times(touch, [leaves[n] for n in picked])
-    evictions = _times(lambda _: cache.evict(1), range(_SAMPLES))
+    touches_s = _time_each(touch, [leaves[n] for n in touched])
+    evictions_s = _time_each(lambda _: cache.evict(1), range(_SAMPLES))
     assert cache.num_evicted_blocks == _SAMPLES + 2
-    return {"evict": _median_us(evictions), "touch": _median_us(touches)}
+    return {"evict": _median_us(evictions_s), "touch": _median_us(touches_s)}
 
 
 def measure_sglang_evict(num_leaves: int, make_tree: Callable[[int], SglangTree]) -> dict[str, float]:
@@ -209,10 +215,12 @@ def measure_sglang_evict(num_leaves: int, make_tree: Callable[[int], SglangTree]
     tree = make_tree(1)
     for n in range(num_leaves):
         tree.insert(tree.key(np.array([1, n + 2], dtype="<u4").tobytes()), torch.tensor([0, n + 1]))
-    evicted: list[int] = []
-    evictions = _times(lambda _: evicted.append(tree.evict(1)), range(min(_PEER_EVICTIONS, num_leaves // 2)))
-    assert set(evicted) == {1}
-    return {"evict": _median_us(evictions)}
+    evicted_tokens: list[int] = []  # of each eviction
+    evictions_s = _time_each(
+        lambda _: evicted_tokens.append(tree.evict(1)), range(min(_PEER_EVICTIONS, num_leaves // 2))
+    )
+    assert set(evicted_tokens) == {1}
+    return {"evict": _median_us(evictions_s)}
 
 
 def _sglang_trees(wheel: Path) -> dict[str, Callable[[int], SglangTree]]:
@@ -222,15 +230,17 @@ def _sglang_trees(wheel: Path) -> dict[str, Callable[[int], SglangTree]]:
 
 
 def _copy(prompt: bytes) -> bytes:
+    """Return equal bytes in a buffer of their own; `bytes(prompt)` would return the same object."""
     return bytes(bytearray(prompt))
 
 
-def _times(operation: Callable[[Any], object], arguments: Iterable[Any]) -> list[float]:
+def _time_each(operation: Callable[[Any], object], arguments: Iterable[Any]) -> list[float]:
+    """Call an operation with each argument. Returns the seconds of each call."""
     seconds = []
     for argument in arguments:
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         operation(argument)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.perf_counter() - start_s)
     return seconds
 
 
@@ -240,12 +250,12 @@ def _median_us(seconds: Sequence[float]) -> float:
 
 def _ratios(report: dict[str, Any]) -> dict[str, float]:
     replay, evict = report["replay_us"], report["evict_us"]
-    counts = sorted(evict, key=int)
+    leaf_counts = sorted(evict, key=int)
     ratios = {
         "match / memcmp": replay["match"] / replay["memcmp"],
-        f"evict at {int(counts[-1]):,} / {int(counts[0]):,} leaves": evict[counts[-1]]["evict"]
-        / evict[counts[0]]["evict"],
     }
+    fewest, most = leaf_counts[0], leaf_counts[-1]
+    ratios[f"evict at {int(most):,} / {int(fewest):,} leaves"] = evict[most]["evict"] / evict[fewest]["evict"]
     for peer in ("sglang", "sglang_python"):
         if f"{peer}_match" in replay:
             name = peer.replace("_", " ")

@@ -42,13 +42,15 @@ from radixkv.config.cache_directory import cache_directory
 _ROOT = Path(__file__).parents[1]
 _DISK_BYTES = 8 << 30
 _KILL_DISK_BYTES = 1 << 30
-_MAX_DELAY_S = 0.4
+_MAX_KILL_DELAY_S = 0.4
 _VERIFIED_PROMPTS = 12
-_OLDEST_PROMPTS = 6  # of the verified ones; the others are chosen at random
+_NEWEST_PROMPTS = 6  # of the verified ones; the others are chosen at random
 _REUSABLE_TOKENS = 1472  # the whole blocks of a long prompt, whose last token is always computed
+_QUESTIONS_PER_DOCUMENT = 10  # as in `bench.parts.vllm_tier_worker`
 _FEW_BLOCKS = 100  # so few that running requests are preempted
-_LOST_READS = 0.2
+_LOST_READ_SHARE = 0.2
 _MAX_RECOMPUTED = 200
+_MAX_CONTROL_PROMPTS = 100
 _VLLM = RECIPES["vllm"]
 _RECIPE = Recipe(
     (*_VLLM.requirements, "xxhash==4.1.0", "sortedcontainers==2.4.0", "cryptography"), _VLLM.removed, _VLLM.renamed
@@ -62,7 +64,7 @@ class Worker:
 
     Args:
         python: an interpreter whose environment has vLLM.
-        environment: environment variables with which it finds radixkv.
+        environment: environment variables with which the process finds radixkv.
         log: file for what vLLM prints.
     """
 
@@ -83,15 +85,15 @@ class Worker:
         os.close(write)
 
     def start(self, task: dict[str, Any]) -> int:
-        """Start a task. Returns the id of its process."""
+        """Start a task. Returns the id of the process that the worker forks for it."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(task) + "\n")
         self._process.stdin.flush()
-        return int(self._next()["process_id"])
+        return int(self._read_line()["process_id"])
 
     def answers(self) -> Iterator[Answer]:
         """Iterate over the lines of the running task until its process ends."""
-        while "ended" not in (answer := self._next()):
+        while "ended" not in (answer := self._read_line()):
             yield answer
 
     def run(self, task: dict[str, Any]) -> list[Answer]:
@@ -105,7 +107,7 @@ class Worker:
         self._process.stdin.close()
         self._process.wait()
 
-    def _next(self) -> Answer:
+    def _read_line(self) -> Answer:
         line = self._answers.readline()
         if not line:
             raise SystemExit("the worker ended unexpectedly; its log has the reason")
@@ -118,39 +120,47 @@ def measure_restart(worker: Worker, model: Path, folder: Path, num_prompts: int)
     tier = {"disk_path": str(folder), "disk_bytes": _DISK_BYTES}
     task = {"model": str(model), "tier": tier, "prompts": list(range(num_prompts))}
     *twice, counts = worker.run({**task, "times": 2})
-    first, second = twice[::2], twice[1::2]
-    *after, restarted = worker.run(task)
-    *alone, _ = worker.run({**task, "tier": None})
+    first, second = twice[::2], twice[1::2]  # the first and the second answer to each prompt
+    *after_restart, counts_after_restart = worker.run(task)
+    *without_tier, _ = worker.run({**task, "tier": None})
     at_once = {**task, "is_batch": True, "num_blocks": _FEW_BLOCKS}
     *batch, _ = worker.run(at_once)
-    *lossy, _ = worker.run({**at_once, "lost": _LOST_READS})
-    *dead, _ = worker.run({**at_once, "lost": 1.0})
-    *changed, _ = worker.run({**task, "tier": None, "changed": 0, "prompts": list(range(min(100, num_prompts)))})
+    *lossy, _ = worker.run({**at_once, "lost": _LOST_READ_SHARE})
+    *without_disk, _ = worker.run({**at_once, "lost": 1.0})
+    control_prompts = list(range(min(_MAX_CONTROL_PROMPTS, num_prompts)))
+    *changed, _ = worker.run({**task, "tier": None, "changed": 0, "prompts": control_prompts})
+    num_changed = _num_different(changed, without_tier[: len(changed)], "tokens")
     return {
         "prompts": num_prompts,
         "prompt_tokens_cached_by_vllm": _sum(second, "cached"),
-        "prompt_tokens_cached_after_restart": _sum(after, "cached"),
-        "prompts_with_fewer_cached_tokens": sum(a["cached"] < b["cached"] for a, b in zip(after, second, strict=True)),
-        "different_tokens_after_restart": _num_different(after, second, "tokens"),
-        "different_logprobs_after_restart": _num_different(after, second, "logprobs"),
-        "different_tokens_without_tier": _num_different(first, alone, "tokens"),
-        "different_logprobs_without_tier": _num_different(first, alone, "logprobs"),
+        "prompt_tokens_cached_after_restart": _sum(after_restart, "cached"),
+        "prompts_with_fewer_cached_tokens": sum(
+            restarted["cached"] < before["cached"] for restarted, before in zip(after_restart, second, strict=True)
+        ),
+        "different_tokens_after_restart": _num_different(after_restart, second, "tokens"),
+        "different_logprobs_after_restart": _num_different(after_restart, second, "logprobs"),
+        "different_tokens_without_tier": _num_different(first, without_tier, "tokens"),
+        "different_logprobs_without_tier": _num_different(first, without_tier, "logprobs"),
         "all_at_once": {
             "blocks_of_vllm": _FEW_BLOCKS,
             "different_tokens": _num_different(batch, second, "tokens"),
-            f"different_tokens_if_{_LOST_READS:.0%}_of_the_reads_find_nothing": _num_different(lossy, second, "tokens"),
-            "different_tokens_if_all_reads_fail": _num_different(dead, second, "tokens"),
-            "tokens_cached": [_sum(each, "cached") for each in (batch, lossy, dead)],
+            f"different_tokens_if_{_LOST_READ_SHARE:.0%}_of_the_reads_find_nothing": _num_different(
+                lossy, second, "tokens"
+            ),
+            "different_tokens_if_all_reads_fail": _num_different(without_disk, second, "tokens"),
+            "tokens_cached": [_sum(each, "cached") for each in (batch, lossy, without_disk)],
         },
-        "control_changed_answers": f"{_num_different(changed, alone[: len(changed)], 'tokens')} of {len(changed)}",
+        "control_changed_answers": f"{num_changed} of {len(changed)}",
         "median_ms": {
-            "computed, of the first questions": _median_ms(first[::10]),
-            "own prefix cache, of the first questions": _median_ms(second[::10]),
-            "disk tier, of the first questions": _median_ms(after[::10]),
-            "computed, without the connector, of the first questions": _median_ms(alone[::10]),
+            "computed, of the first questions": _median_ms(first[::_QUESTIONS_PER_DOCUMENT]),
+            "own prefix cache, of the first questions": _median_ms(second[::_QUESTIONS_PER_DOCUMENT]),
+            "disk tier, of the first questions": _median_ms(after_restart[::_QUESTIONS_PER_DOCUMENT]),
+            "computed, without the connector, of the first questions": _median_ms(
+                without_tier[::_QUESTIONS_PER_DOCUMENT]
+            ),
         },
         "counts_of_the_tier": counts["counts"],
-        "counts_after_restart": restarted["counts"],
+        "counts_after_restart": counts_after_restart["counts"],
     }
 
 
@@ -159,10 +169,11 @@ def measure_kills(worker: Worker, model: Path, folder: Path, num_kills: int, see
     rng = random.Random(seed)
     first_answers: dict[int, Answer] = {}
     first_endless = 1
-    num_wrong = num_verified = num_hits = num_cut = 0
+    num_wrong = num_verified = num_hits = num_less_cached = 0
     for _ in range(num_kills):
-        known = sorted(first_answers)
-        verified = known[:_OLDEST_PROMPTS] + rng.sample(known, min(len(known), _VERIFIED_PROMPTS - _OLDEST_PROMPTS))
+        answered = sorted(first_answers)  # the newest first: prompts have the numbers -1, -2 and so on
+        num_random = min(len(answered), _VERIFIED_PROMPTS - _NEWEST_PROMPTS)
+        verified = answered[:_NEWEST_PROMPTS] + rng.sample(answered, num_random)
         task = {
             "model": str(model),
             "tier": {"disk_path": str(folder), "disk_bytes": _KILL_DISK_BYTES},
@@ -172,7 +183,7 @@ def measure_kills(worker: Worker, model: Path, folder: Path, num_kills: int, see
         }
         process_id = worker.start(task)
         is_verified = False
-        kill_s = float("inf")
+        kill_at_s = float("inf")
         for answer in worker.answers():
             if "verified" in answer:
                 is_verified = True
@@ -180,26 +191,29 @@ def measure_kills(worker: Worker, model: Path, folder: Path, num_kills: int, see
                 expected = first_answers[answer["prompt"]]
                 num_verified += 1
                 num_hits += answer["cached"] > 0
-                num_cut += answer["cached"] < expected["reusable"]
+                num_less_cached += answer["cached"] < expected["reusable"]
                 num_wrong += answer["tokens"] != expected["tokens"]
             elif "prompt" in answer:
                 first_answers[answer["prompt"]] = {**answer, "reusable": _REUSABLE_TOKENS}
-                first_endless = 1 - answer["prompt"]
-                if kill_s == float("inf"):
-                    kill_s = time.monotonic() + rng.random() * _MAX_DELAY_S
-            if is_verified and time.monotonic() >= kill_s:
+                first_endless = 1 - answer["prompt"]  # the process after the kill continues with the next prompt
+                if kill_at_s == float("inf"):
+                    kill_at_s = time.monotonic() + rng.random() * _MAX_KILL_DELAY_S
+            if is_verified and time.monotonic() >= kill_at_s:
                 os.kill(process_id, signal.SIGKILL)
-                kill_s = float("inf")
+                kill_at_s = float("inf")
         print(f"{num_verified} answers after kills, {num_wrong} wrong, {num_hits} hits", file=sys.stderr)
     prompts = sorted(first_answers)[:_MAX_RECOMPUTED]
-    alone = worker.run({"model": str(model), "tier": None, "prompts": prompts})[:-1] if prompts else []
+    recomputed: list[Answer] = []
+    if prompts:
+        *recomputed, _ = worker.run({"model": str(model), "tier": None, "prompts": prompts})
+    num_wrong_without_tier = sum(each["tokens"] != first_answers[each["prompt"]]["tokens"] for each in recomputed)
     return {
         "kills": num_kills,
         "answers_verified": num_verified,
         "answers_with_hits": num_hits,
-        "answers_whose_blocks_were_not_all_saved": num_cut,
+        "answers_whose_blocks_were_not_all_saved": num_less_cached,
         "wrong_answers": num_wrong,
-        "wrong_answers_without_tier": sum(each["tokens"] != first_answers[each["prompt"]]["tokens"] for each in alone),
+        "wrong_answers_without_tier": num_wrong_without_tier,
     }
 
 

@@ -83,7 +83,7 @@ def test_wrong_answers_after_kills_are_counted(
 ) -> None:
     worker = FakeWorker(wrong)
     monkeypatch.setattr(os, "kill", worker.kill)
-    monkeypatch.setattr(vllm_tier, "_MAX_DELAY_S", 0.0)
+    monkeypatch.setattr(vllm_tier, "_MAX_KILL_DELAY_S", 0.0)
     result = measure_kills(cast("Worker", worker), tmp_path, tmp_path, 5, seed=0)
     assert result["answers_verified"]
     assert bool(result["wrong_answers"]) is bool(wrong)
