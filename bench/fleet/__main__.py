@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--limit", type=positive, help="the first N requests of each trace (default: all)")
     parser.add_argument("--capacity-tokens", type=whole, default=3_000_000, help="capacity of each replica's cache")
-    parser.add_argument("--replicas", type=positive, help="only fleets of this size (default: 8 and 64)")
+    parser.add_argument(
+        "--replicas", type=int, choices=sorted(_MIN_SHARES), help="only fleets of this size (default: both)"
+    )
     parser.add_argument("--routing", type=names, default=list(ROUTINGS), help="policies to compare")
     parser.add_argument(
         "--decisions", type=positive, default=10_000, help="decisions to time, for each block size and prompt length"

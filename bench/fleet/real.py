@@ -89,6 +89,8 @@ def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if any(prefix_row[key] != round_robin_row[key] for key in ("groups", "prompts", "rate")):
             continue
         prefix_ms, round_robin_ms = prefix_row["ttft_ms"], round_robin_row["ttft_ms"]
+        if prefix_ms is None or round_robin_ms is None:  # no call succeeded
+            continue
         ttft_ratios = {name: round_robin_ms[name] / prefix_ms[name] for name in ("p50", "p99")}
         result.append({key: prefix_row[key] for key in ("groups", "prompts", "rate", "of_capacity")} | ttft_ratios)
     return result

@@ -14,7 +14,7 @@ BLOCK = 16
 def spec(*, group_size: int = 3, window: int | None = None, reads_in_place: bool = True) -> AttentionSpec:
     return AttentionSpec(
         group_size=group_size,
-        row_numbers=64,
+        row_elements=64,
         dtype=torch.float32,
         window=window,
         is_whole=window is not None,
