@@ -1,4 +1,4 @@
-"""Muon, an optimizer for matrices. After a minute of training this model, its loss was 3.8; with AdamW it was 5.1."""
+"""Muon, an optimizer for matrices. After a minute, the loss of the embedded model was 3.8; with AdamW it was 5.1."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with the same singular vectors and singular values between about 0.7 and 1.2."""
+    """Return a matrix with the same singular vectors, whose singular values are between about 0.7 and 1.2."""
     first, second, third = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
     x = x / (x.norm() + 1e-7)
     for _ in range(_NUM_NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=second, alpha=third), x, beta=first)
+        polynomial = torch.addmm(gram, gram, gram, beta=second, alpha=third)  # second * gram + third * gram @ gram
+        x = torch.addmm(x, polynomial, x, beta=first)  # first * x + polynomial @ x
     return x.T if is_tall else x

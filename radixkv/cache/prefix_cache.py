@@ -46,7 +46,7 @@ from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, require_tokens
 
 _MAX_DROPPED_NODES = 1024
 _MIN_WAIT_RATIO = 3  # a session loses blocks to another one only if its expected wait is longer by this factor
-_MAX_SESSION_ENDS = 2  # branches of a session with which its prompts are compared
+_MAX_SESSION_ENDS = 2  # ends of branches of a session with which its next prompt is compared
 _MAX_CHANGED_NODES = 128  # in one slice of a retention, which takes about 2 ms
 
 
@@ -73,7 +73,8 @@ class _TreeMatch(NamedTuple):
         public_prefix: the public prefix above the tree; None for most trees.
         root_prefix: the tokens and blocks of the public prefix that are above the tree; empty for most trees.
         node: the deepest node of the tree that shares a reused token; None if none does.
-        found_bytes: bytes of the prompt that are in the tree, whether or not all of them can be reused.
+        found_bytes: bytes of the prompt that are in the tree, or in the public prefix above it, whether or not all of
+            them can be reused.
         packed_block_ids: the blocks that hold the cached tokens, and perhaps more.
         num_nodes: nodes that were visited.
     """
@@ -388,7 +389,7 @@ class PrefixCache:
         Args:
             namespace, tokens: the prompt.
             cached_tokens: tokens of the prompt that are reused.
-            former: the keys of the same prompt with the former adapters of the requested name, the latest first.
+            former: the keys of the same prompt with the adapters that had the requested name earlier, the latest first.
                 The reason is ADAPTER_CHANGED if more of the prompt is cached under one of these keys, or was cached
                 there until that adapter was purged.
         """
@@ -439,7 +440,7 @@ class PrefixCache:
         match = self._find(namespace, tokens)
         tree = self._trees.get(match.namespace)
         shared_tokens = max(match.cached_tokens, match.found_bytes // TOKEN_BYTES)
-        if tree is None or match.found_bytes < match.cached_tokens * TOKEN_BYTES:  # it diverges from a public prefix
+        if tree is None or match.found_bytes < match.cached_tokens * TOKEN_BYTES:  # it diverges within a public prefix
             return Divergence(shared_tokens)
         return find_divergence(tree, tokens, self._clock(), self.marks)
 
@@ -505,7 +506,7 @@ class PrefixCache:
             is_prefetch: the lease only loads blocks for a later request. It does not count as a use by its session:
                 the session's waits and its last prompt stay as recorded, and no session is created. If the
                 session is unknown, the lease belongs to the session of the last cached node of the prompt, if any.
-            prior_use_s: time of the last use of the prompt, for a prefetch that does not count as a use: the policy
+            prior_use_s: time of the last use of the prompt, if the policy should not count the lease as a use: it then
                 continues to wait for the next use as if no block had been evicted. None if the lease counts.
             session_id: the conversation that the request belongs to, a name chosen by the tenant; empty for none.
             require_path: for a lease that will be held after its request; called before the lease is opened, with the
@@ -635,8 +636,9 @@ class PrefixCache:
     def _fit(self, match: _TreeMatch, num_blocks: int, num_takeable_blocks: int) -> tuple[Node | None, int, int]:
         """Decide how much of a match a lease reuses, given the blocks that it could take.
 
-        A lease takes a block for each block of the prompt that it does not reuse. The surplus is what it could take
-        beyond these. It must cover the unpinned blocks of the path, because pinning takes them from the evictable ones.
+        A lease takes a block for each block of the prompt that it does not reuse. The surplus is the number of blocks
+        that it could take in addition. Pinning the path takes its unpinned blocks from the evictable ones, so the
+        surplus must be at least the number of these.
         If it does not, a shorter path is pinned.
 
         Args:
@@ -985,7 +987,8 @@ class PrefixCache:
     def _cut(self, node: Node, num_blocks: int) -> Node:
         """Split a node after its first `num_blocks` blocks, and return the upper half.
 
-        Listeners are notified with `cut` instead of `split`, because no prompt has used the upper half.
+        Listeners are notified with `cut` instead of `split`, because no prompt has used the upper half without the
+        lower one.
         """
         upper = self._trees[node.owner.namespace].cut(node, num_blocks)
         self._changes.cut(node)

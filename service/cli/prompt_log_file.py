@@ -58,7 +58,7 @@ class PromptLogReader:
         is_plain: whether conversations are written in a plain form, without the chat template.
 
     Attributes:
-        has_text: whether the tokenizer has encoded a prompt, and so fits the tokens of the log.
+        has_text: whether the log contains texts or chats. The tokenizer has encoded them, so it can decode its tokens.
     """
 
     log: PromptLog
@@ -195,7 +195,7 @@ def _encode_plainly(tokenizer: Tokenizer, body: Mapping[str, Any]) -> _EncodedPr
 
 
 def _is_anthropic(body: Mapping[str, Any]) -> bool:
-    """Return whether a body is one of a request to /v1/messages, which OpenAI's API would not accept."""
+    """Return whether a body is that of a request to /v1/messages; OpenAI's API would not accept such a body."""
     if body.get("system") is not None or any("input_schema" in each for each in body.get("tools") or ()):
         return True
     contents = [each.get("content") for each in body["messages"] if isinstance(each, dict)]

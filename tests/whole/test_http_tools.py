@@ -116,7 +116,7 @@ def test_the_next_turn_renders_the_call_as_it_was_generated(gpt: Any) -> None:
     assert usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
 
 
-def test_without_a_choice_the_answer_may_be_text(gpt: Any) -> None:
+def test_unless_a_call_is_required_the_answer_may_be_text(gpt: Any) -> None:
     for choice in ("auto", "none"):
         (answer,) = gpt(messages=QUESTION, tools=TOOLS, tool_choice=choice, seed=1).choices
         assert answer.message.content

@@ -121,8 +121,8 @@ def test_bounded_groups_and_copies_give_the_same_result(
 
 def test_a_window_reads_only_the_blocks_inside_it() -> None:
     step = make_step([400], [4], MHA)
-    # The tile of queries begins at position 384, and sees keys from 384 + 1 - 9 = 376 on. Rounded down to a multiple of
-    # 32, this is 352, the first key of block 22.
+    # The queries at 400 to 403 are in the tile of 128 positions that begins at 384. Its first query would see keys from
+    # 384 + 1 - 9 = 376 on. Rounded down to a multiple of 32, this is 352, the first key of block 22 (of 16 keys each).
     out_of_reach = step.batch.block_tables[0, :22].long()
     step.pool.blocks[out_of_reach] = 0xFF
     assert torch.isfinite(attend(step.query, step.pool, step.batch, Scoring(1.0, window=9))).all()
@@ -143,7 +143,8 @@ def attend_in_chunks(step: Step, chunk_ends: list[int], scoring: Scoring) -> tor
     return torch.cat(chunks)
 
 
-# Ends of chunks of 800 tokens: at, before and after the boundaries of tiles (128 tokens), parts (256) and units (512).
+# Ends of chunks into which 800 tokens are cut: at, before and after the boundaries of tiles (128 tokens), parts (256)
+# and units (512).
 CHUNK_ENDS = ([1], [17, 255, 256, 257, 599], [63, 64, 512, 513], [583], [590], [127, 128, 129, 700])
 
 
@@ -218,7 +219,8 @@ def test_cancelling_sums_reveal_a_changed_summation_order(
 def record_attention_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, torch.Size]]:
     """Record the shapes of the queries and the keys of each call of the fused attention.
 
-    Both have four dimensions: units or tiles, KV heads, rows or keys, and the padded head dim.
+    The queries are `[n, num_kv_heads, num_rows, padded_head_dim]` and the keys `[n, num_kv_heads, num_keys,
+    padded_head_dim]`, where `n` is the number of units or of tiles.
     """
     calls: list[tuple[torch.Size, torch.Size]] = []
     fused_attention = attention._fused_attention
@@ -242,7 +244,10 @@ def num_keys_read(calls: Sequence[tuple[torch.Size, torch.Size]]) -> int:
 def test_summation_lengths_are_the_same_on_all_processors(
     heads: Heads, prefix_len: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shapes of calls are compared, since a processor may use the same summation order for other shapes, too."""
+    """All lengths are multiples of those that any processor adds up at once.
+
+    The results are not compared, because the processor of this test may also use one order for other lengths.
+    """
     calls = record_attention_shapes(monkeypatch)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for window in (None, 300):
@@ -256,7 +261,7 @@ def test_summation_lengths_are_the_same_on_all_processors(
 
 
 def with_first_blocks(step: Step, first_blocks: Sequence[Sequence[int]]) -> Step:
-    """Replace the first blocks of each request, whose number is the length of its item in `first_blocks`."""
+    """Replace the first blocks of each request by those of its item in `first_blocks`."""
     batch = step.batch
     tables = [
         np.concatenate((blocks, table[len(blocks) :])).astype(np.int32)

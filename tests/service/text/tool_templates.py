@@ -29,7 +29,8 @@ QWEN3 = HERMES.replace(
     "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
     "{% endif %}{% endif %}",
 )
-# Qwen 3's models that always reason, and DeepSeek R1: the prompt ends with the beginning of reasoning.
+# Qwen 3's models that always reason, and DeepSeek R1: the prompt ends with the beginning of reasoning. The comment in
+# the template names the end tag, by which the format is recognized.
 ALWAYS_THINKING = HERMES.replace(
     "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}{# ends with </think> #}"
 )

@@ -30,7 +30,7 @@ _ARGUMENTS = '{"city": "Rom é", "days": 3}'
 
 
 def deepseek(text: str) -> str:
-    """Return a text with the bars of DeepSeek's tags."""
+    """Return a text whose tags have the bars of DeepSeek's tags (U+FF5C) instead of ASCII bars."""
     return text.replace("<|", "<\uff5c").replace("|>", "\uff5c>")
 
 

@@ -149,7 +149,7 @@ def test_an_unknown_sequence_number_is_refused_before_metadata(number):
     code, details, metadata = run_with_server(talk)
     assert code is grpc.StatusCode.OUT_OF_RANGE
     assert details.startswith("start_sequence_number: expected 0, or ")
-    assert dict(metadata) == {}, "a status with metadata before it is a broken stream to the gateway"
+    assert dict(metadata) == {}, "if metadata came before the status, the gateway would take the stream for broken"
 
 
 def test_metadata_arrives_at_once_even_without_events():

@@ -117,6 +117,7 @@ def test_the_hottest_segments_are_listed_first_with_pins_and_retention(engine):
 
 def test_pages_are_made_of_a_bounded_number_of_calls(engine, monkeypatch):
     monkeypatch.setattr(segments_module, "MAX_CALLS", 1)
+    # A call to the engine scans at most two places of the index.
     monkeypatch.setattr("radixkv.cache.segment_index.MAX_PASSED", 2)
 
     def talk(address):
@@ -134,7 +135,7 @@ def test_inconsistent_requests_are_refused(engine):
     def talk(address):
         with Client(address, timeout_s=PATIENCE_S) as client:
             token = client.segments(page_size=1).next_page_token
-            foreign = f"{1:x}-{1:x}"
+            foreign = f"{1:x}-{1:x}"  # it has the form of a token, but this server has not returned it
             return [
                 refusal_of(client, page_size=0),
                 refusal_of(client, page_size=1001),

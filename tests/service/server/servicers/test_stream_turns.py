@@ -16,10 +16,10 @@ BUSY, OTHER = QuotaKey.of_tenant("busy"), QuotaKey.of_tenant("other")
 async def turns_of(
     keys: Sequence[QuotaKey], num_chunks: int = 1, cancelled: Sequence[int] = (), *, cancelled_in: int = 1
 ) -> list[tuple[int, int]]:
-    """Return the iteration and the number of each stream that continued, in order.
+    """Return, in order, in which iteration of the event loop a stream continued, and the number of the stream.
 
-    All streams wait after the first iteration, and the second one gives the first of them its turn, which it uses in
-    the third.
+    Iterations count from 1. Stream 0 is the first to wait, and continues at once. All other streams wait after
+    iteration 1. In iteration 2, the first of them gets its turn, and it continues in iteration 3.
     """
     turns, iteration, continued = StreamTurns(), 0, []
 
@@ -45,7 +45,7 @@ def test_one_stream_continues_in_each_iteration() -> None:
     assert len(set(iterations)) == len(iterations)
 
 
-def test_a_single_stream_does_not_wait_for_an_iteration_without_a_stream() -> None:
+def test_a_single_stream_continues_at_once() -> None:
     assert [iteration for iteration, _ in asyncio.run(turns_of([BUSY]))] == [1]
 
 
