@@ -200,7 +200,9 @@ class WindowLease:
         """Pin the parts of exactly these blocks. Those before `num_written_blocks` must have one."""
         needed, table = self._needed, self._pool.table
         newly_needed = {block_id: position for block_id, position in to_pin.items() if block_id not in needed}
-        if any(at < num_written_blocks and table[block_id] == NO_PART for block_id, at in newly_needed.items()):
+        if any(
+            position < num_written_blocks and table[block_id] == NO_PART for block_id, position in newly_needed.items()
+        ):
             raise InvariantViolation("windowed layers: expected each block in the window to have its part, got none")
         self._unpin([block_id for block_id in needed if block_id not in to_pin])  # first, so that there are enough
         self._pool.pin(newly_needed)

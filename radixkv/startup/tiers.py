@@ -34,7 +34,7 @@ from radixkv.offload.load_or_compute import LoadOrCompute
 from radixkv.offload.offload import Offload, do_nothing
 from radixkv.offload.pinned_memory import StagingSlots, map_pinned_memory, staging_stride
 from radixkv.offload.tiers.block_mac import BlockMac
-from radixkv.offload.tiers.block_object import Protection, object_bytes
+from radixkv.offload.tiers.block_object import Protection, max_object_bytes
 from radixkv.offload.tiers.block_store import StoreBackend
 from radixkv.offload.tiers.disk import DiskStore
 from radixkv.offload.tiers.guard import CircuitBreaker, CircuitState, GuardedStore, TimerThread
@@ -260,31 +260,27 @@ def _stores_to_open(
     map_host_memory: Callable[[int], memoryview],
 ) -> dict[str, StoreOptions]:
     """Return the options of the configured stores, the fastest first."""
-    block_size, payload_bytes = block_format.block_size, block_format.payload_bytes
-    # A store may hold sealed (encrypted) blocks and others.
-    max_object_bytes = max(object_bytes(block_size, payload_bytes, is_sealed=is_sealed) for is_sealed in (False, True))
+    num_bytes = max_object_bytes(block_format.block_size, block_format.payload_bytes)
     options: dict[str, StoreOptions] = {}
     if config.host_bytes is not None:
         options["host"] = StoreOptions(
-            block_format, max_object_bytes, config.host_bytes, native=native, map_memory=map_host_memory
+            block_format, num_bytes, config.host_bytes, native=native, map_memory=map_host_memory
         )
     if config.disk_path is not None:
         options["disk"] = StoreOptions(
             block_format,
-            max_object_bytes,
+            num_bytes,
             config.disk_bytes,
             config.disk_path,
             native,
             must_be_private=not (has_protection(config) or config.trusted),
         )
     if config.redis_url is not None:
-        options["redis"] = StoreOptions(block_format, max_object_bytes, place=config.redis_url)
+        options["redis"] = StoreOptions(block_format, num_bytes, place=config.redis_url)
     if config.mooncake_master is not None:
-        options["mooncake"] = StoreOptions(
-            block_format, max_object_bytes, config.mooncake_bytes, config.mooncake_master
-        )
+        options["mooncake"] = StoreOptions(block_format, num_bytes, config.mooncake_bytes, config.mooncake_master)
     for name, store in plugin_stores.items():
-        options[name] = StoreOptions(block_format, max_object_bytes, store.max_bytes, store.place)
+        options[name] = StoreOptions(block_format, num_bytes, store.max_bytes, store.place)
     return options
 
 

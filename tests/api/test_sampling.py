@@ -71,7 +71,13 @@ def test_a_wrong_field_is_refused_by_name(fields: dict[str, object], message: st
 def test_the_bounds_of_each_range_are_valid() -> None:
     for sampling in (
         Sampling(max_new_tokens=1, temperature=0.0, top_p=1.0, seed=0),
-        Sampling(temperature=1e9, top_p=1e-9, seed=2**64 - 1, stop_token_ids=frozenset({0, VOCAB_SIZE - 1})),
+        Sampling(
+            max_new_tokens=1,
+            temperature=1e9,
+            top_p=1e-9,
+            seed=2**64 - 1,
+            stop_token_ids=frozenset({0, VOCAB_SIZE - 1}),
+        ),
         Sampling(
             top_k=10**9,
             min_p=1.0,

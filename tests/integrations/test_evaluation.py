@@ -160,6 +160,7 @@ def test_rolling_loglikelihoods_are_those_of_transformers(
         context_start = max(0, end - window_tokens - 1)
         windows.append((tokens[context_start:start], tokens[start:end]))
     windows[0] = ([evaluator.prefix_token_id], windows[0][1])
+    assert [token_id for _, scored in windows for token_id in scored] == tokens, "each token is scored once"
     assert len(windows[-1][1]) < window_tokens, "the test has a last window that is not full"
     expected_total = sum(expected_score(oracle, context, scored)[0] for context, scored in windows)
     assert abs(total - expected_total) < MAX_DIFFERENCE * len(windows)

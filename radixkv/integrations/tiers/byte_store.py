@@ -23,7 +23,7 @@ from radixkv.offload.block_keys import BlockFormat, BlockKeys, KeyScope
 from radixkv.offload.disk_record import DiskRecord
 from radixkv.offload.index.prompt_blocks import KeyedBlock
 from radixkv.offload.index.tier_index import SharedTierIndex, StoreListener, TierIndex
-from radixkv.offload.tiers.block_object import BlockObject, ObjectFault, Wanted, object_bytes
+from radixkv.offload.tiers.block_object import BlockObject, ObjectFault, Wanted, max_object_bytes
 from radixkv.offload.tiers.block_store import PutOutcome, PutResult, StoreBackend
 from radixkv.offload.tiers.disk import DiskStore
 from radixkv.offload.tiers.guard import CircuitBreaker, CircuitState, GuardedStore, TimerThread
@@ -507,22 +507,19 @@ def _open_backends(
     options: TierOptions, block_format: BlockFormat, *, is_shared_only: bool
 ) -> Iterator[tuple[str, StoreBackend]]:
     tiers = options.tiers
-    max_object_bytes = max(
-        object_bytes(block_format.block_size, block_format.payload_bytes, is_sealed=is_sealed)
-        for is_sealed in (False, True)
-    )
+    num_bytes = max_object_bytes(block_format.block_size, block_format.payload_bytes)
     native = _native_copies() if not is_shared_only else None
     options_by_store: dict[str, StoreOptions] = {}
     if tiers.host_bytes is not None and not is_shared_only:
-        options_by_store["host"] = StoreOptions(block_format, max_object_bytes, tiers.host_bytes, native=native)
+        options_by_store["host"] = StoreOptions(block_format, num_bytes, tiers.host_bytes, native=native)
     if tiers.disk_path is not None and not is_shared_only:
         must_be_private = not (has_protection(tiers) or tiers.trusted)
         path = str(Path(tiers.disk_path).expanduser())
         options_by_store["disk"] = StoreOptions(
-            block_format, max_object_bytes, tiers.disk_bytes, path, native, must_be_private=must_be_private
+            block_format, num_bytes, tiers.disk_bytes, path, native, must_be_private=must_be_private
         )
     if tiers.redis_url is not None:
-        options_by_store["redis"] = StoreOptions(block_format, max_object_bytes, place=tiers.redis_url)
+        options_by_store["redis"] = StoreOptions(block_format, num_bytes, place=tiers.redis_url)
     for name, store_options in options_by_store.items():
         try:
             yield name, open_backend(name, store_options)

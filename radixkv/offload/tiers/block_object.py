@@ -183,6 +183,11 @@ def object_bytes(num_tokens: int, payload_bytes: int, *, is_sealed: bool = False
     return HEAD_BYTES + num_tokens * TOKEN_BYTES + tag_or_padding_bytes + payload_bytes + CHECKSUM_BYTES
 
 
+def max_object_bytes(num_tokens: int, payload_bytes: int) -> int:
+    """Return the size of the largest object of a store, which may contain sealed (encrypted) objects and others."""
+    return max(object_bytes(num_tokens, payload_bytes, is_sealed=is_sealed) for is_sealed in (False, True))
+
+
 def read_head(data: memoryview | bytes) -> ObjectHead | None:
     """Parse the head of an object; None if it is invalid. Ignores everything after the head."""
     if len(data) < HEAD_BYTES:

@@ -16,6 +16,8 @@ def test_times_are_compared_at_the_same_rate() -> None:
     rows = [row("round-robin", 1.0, 100.0), row("prefix", 1.0, 50.0), row("round-robin", 1.2, 900.0)]
     assert ratios(rows) == [{"groups": 83, "prompts": 3, "rate": 1.0, "of_capacity": 1.0, "p50": 2.0, "p99": 2.0}]
     assert len(ratios([*rows, row("prefix", 1.2, 90.0)])) == 2, "both rates have a row of each routing"
+    without_answers = row("prefix", 1.2, 90.0) | {"ttft_ms": None}
+    assert len(ratios([*rows, without_answers])) == 1, "a pass without answers has no times to compare"
 
 
 def test_a_wrong_geometry_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 import dataclasses
 
 from bench.hostile.trial import Latencies, Trial
-from bench.hostile.verdict import broken_bounds, memory_budget_mb
+from bench.hostile.verdict import broken_bounds, format_number, memory_budget_mb
 from radixkv.config import ServerConfig
 from radixkv.service.server.receive.grpc_options import WINDOW_BYTES
 
@@ -32,3 +32,7 @@ def test_the_budget_follows_the_configuration():
     assert memory_budget_mb(config, 0) == 3
     assert memory_budget_mb(config, 2) == 3 + 2 * (config.max_connection_calls + 1) * WINDOW_BYTES / 1e6
     assert memory_budget_mb(config, 10**6) == 3 + (2 * config.max_calls + 10**6) * WINDOW_BYTES / 1e6
+
+
+def test_a_number_that_was_not_measured_is_a_dash():
+    assert [format_number(value) for value in (None, 0.0, 12.34)] == ["-", "0.0", "12.3"]

@@ -9,7 +9,7 @@ from .certificates import ALL_ENTRIES, TOKENS, entry_of, entry_of_certificate
 
 
 class Call:
-    """What gRPC's context tells of a call: its metadata, and the names in the caller's certificate by their kind."""
+    """What gRPC's context contains about a call: metadata, and the names in the caller's certificate by their kind."""
 
     def __init__(self, *metadata, **certificate_names):
         self._metadata = metadata

@@ -5,7 +5,7 @@ from tests.service.serving import becomes_true
 
 
 class Call:
-    """What gRPC's context tells of a call: its connection."""
+    """What gRPC's context contains about a call: its connection."""
 
     def __init__(self, peer):
         self._peer = peer
