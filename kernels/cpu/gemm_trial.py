@@ -377,7 +377,7 @@ def _affordable_sizes(
         calls: matmuls with the weight.
         rows: input rows.
         measured_s: measured costs of some row counts.
-        watch: times the calls whose costs are not measured_s.
+        watch: times calls with the row counts that `measured_s` lacks.
         remaining_s: returns the seconds until the time limit.
     """
     small_sizes = tuple(size for size in sizes if size <= _MIN_SET_ROWS)
