@@ -27,7 +27,8 @@ class ReloadedFiles(Generic[Value]):
 
     `get` never touches the files, so a file system that does not respond blocks only the thread. If changed files
     cannot be used, the previous value stays valid, and the files are read again at every check until they can be used.
-    The log states the reason once per change.
+    The log states the reason once per change. Files that change while they are read are also read again at the next
+    check, because their contents may not belong together.
 
     The thread ends when the object is garbage.
 
@@ -94,10 +95,13 @@ class ReloadedFiles(Generic[Value]):
         if stamp == self._stamp:
             return
         try:
-            self._value = self._read()
+            value = self._read()
         except Exception as error:  # noqa: BLE001 - no file may end the thread
             self._log_failure(stamp, str(error) if isinstance(error, ConfigError) else type(error).__name__)
         else:
+            if self._stamp_now() != stamp:
+                return  # a certificate may have been read with the key of another; the next check reads both again
+            self._value = value
             self._stamp = stamp
             _logger.info("%s: reloaded", self._name)
 

@@ -112,6 +112,29 @@ def test_another_invalid_change_is_logged_again(file, caplog):
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
 
 
+def test_files_that_change_while_they_are_read_are_never_combined(tmp_path):
+    paths = [tmp_path / "certificate", tmp_path / "key"]
+    rotations = iter(["", "second"])  # what is written between the reads of the two files, at each read
+
+    def write(text):
+        for path in paths:
+            path.write_text(text)
+
+    def read():
+        certificate = paths[0].read_text()
+        if text := next(rotations, ""):
+            write(text)
+        return certificate, paths[1].read_text()
+
+    write("1st")
+    pair = ReloadedFiles("pair", paths, read, is_watched=False)
+    write("the first change")
+    pair.check()
+    assert pair.get() == ("1st", "1st")
+    pair.check()
+    assert pair.get() == ("second", "second")
+
+
 def test_a_file_that_is_broken_at_start_is_an_error(file):
     file.write_text("")
     with pytest.raises(ConfigError, match="expected text"):
