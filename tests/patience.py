@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 120.0  # for something that takes milliseconds on an idle machine
+PATIENCE_S = 300.0  # for something that takes seconds on an idle machine, such as a program that imports PyTorch
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -196,8 +196,12 @@ def test_a_model_computes_with_the_codes_of_its_file(tmp_path, caplog, weights, 
     backends = {part.split()[0] for part in line.removeprefix("matmuls by library: ").split(", ")}
     expected = {"auto": {backend}, "q8": {"q8"}, "q4": {"q4", "q8"}}[weights]  # with q4, the head is in q8
     assert backends == expected or (backend is None and weights == "auto")
-    plain = load_model(ModelConfig(path=str(path), device="cpu", weights="int8" if weights == "auto" else "auto"))
-    assert plain.fingerprint != model.fingerprint
+    if weights != "auto":
+        other_weights = "auto"
+    else:
+        other_weights = "q4" if backend == "q8" else "q8"
+    other_model = load_model(ModelConfig(path=str(path), device="cpu", weights=other_weights))
+    assert other_model.fingerprint != model.fingerprint
 
 
 def test_quantized_weights_take_bfloat16_and_the_log_says_so(tmp_path, caplog):
