@@ -10,14 +10,12 @@ from typing import Any
 from aiohttp import StreamReader, web
 
 from radixkv.errors import InvalidRequest
+from radixkv.service.http.api_request import id_headers
+from radixkv.service.server.servicers.messages import new_request_id
 
 _MAX_HEAD_BYTES = 65_536
 _END_OF_HEAD = b"\r\n\r\n"
 _MAX_PARTIAL_END_BYTES = len(_END_OF_HEAD) - 1
-_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n"
-)
 
 # Returns the response to a request that failed.
 Failure = Callable[[web.BaseRequest, Exception], web.Response]
@@ -82,8 +80,16 @@ class HttpConnection(web.RequestHandler):
             return
         message = f"request: expected headers of at most {_MAX_HEAD_BYTES} bytes together, got more"
         error = {"type": "invalid_request_error", "message": message, "param": None, "code": None}
-        body = json.dumps({"type": "error", "error": error}).encode()
-        self.transport.write(_TOO_LARGE % len(body) + body)
+        body = json.dumps({"type": "error", "error": error})
+        headers = {
+            "content-type": "application/json",
+            "connection": "close",
+            "content-length": len(body),
+            **id_headers(new_request_id()),
+        }
+        lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
+        status_line = "HTTP/1.1 431 Request Header Fields Too Large\r\n"
+        self.transport.write(f"{status_line}{''.join(lines)}\r\n{body}".encode())
         self.force_close()
 
     def handle_error(
