@@ -11,7 +11,6 @@ from typing import Any
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.breakpoints import Breakpoint
 from radixkv.service.http.cache_diagnostics import PromptParts
-from radixkv.service.http.documents import read_document
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.sessions import read_session, session_of_user
 from radixkv.service.http.tools import EncodedChat, Tools, reasoning_switch
@@ -291,7 +290,7 @@ def _add_message(
             messages.append(_tool_result(block, f"{place}[{index}]"))
         elif kind == "document" and role == "user":
             _last_or_new_message(messages, role)
-            documents.append(read_document(block))
+            documents.append(_read_document(block))
         elif kind in ("thinking", "redacted_thinking") and role == "assistant":
             block.ignore("signature", "data")  # templates write earlier reasoning if the model needs it
             thinking = block.text("thinking", "")
@@ -353,6 +352,27 @@ def _tool_result(block: Fields, place: str) -> dict[str, Any]:
         raise InvalidRequest(f"{place}.content: expected text or a list of blocks, got another value")
     block.flag("is_error")
     return {"role": "tool", "tool_call_id": block.text("tool_use_id", ""), "content": parts}
+
+
+def _read_document(block: Fields) -> dict[str, Any]:
+    """Read a block of the type document, whose source must be plain text. Returns a document for the chat template."""
+    source = block.inner("source")
+    if source is None or source.text("type") != "text":
+        raise InvalidRequest(
+            f"{block.path_of('source')}.type: expected text, since models are served for text only, got another type; "
+            "extract the text of the document"
+        )
+    source.require_neutral("extract the text of the document", media_type="text/plain")
+    text = source.text("data")
+    if not text:
+        raise InvalidRequest(f"{source.path_of('data')}: expected text, got nothing")
+    source.require_no_others()
+    block.require_neutral("put it into the text of the document", context=())
+    citations = block.inner("citations")
+    if citations is not None:
+        citations.require_neutral("this server cites no documents", enabled=False)
+        citations.require_no_others()
+    return {"title": block.text("title", "") or "", "text": text}
 
 
 def _ttl_s(value: object, place: str) -> int:

@@ -6,6 +6,8 @@ the answer and that this server does not support is refused by name.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +25,6 @@ from radixkv.api.sampling import (
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.breakpoints import Breakpoint
 from radixkv.service.http.completions import RETENTION_PRIORITY
-from radixkv.service.http.documents import read_file
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.sessions import read_session
 from radixkv.service.http.tools import EncodedChat, Tools, reasoning_variables
@@ -249,6 +250,31 @@ class _MessageParts:
                 own_ttl_s = read_breakpoint(control, f"{place}[{part_index}].{_BREAKPOINT_FIELD}")
                 self.breakpoints.append(Breakpoint(len(self.messages) + 1, len(template_parts), own_ttl_s or ttl_s))
         return template_parts
+
+
+def read_file(file: Fields) -> dict[str, Any]:
+    """Read the file of a content part, which must be text in a data URL.
+
+    Returns:
+        A document for the chat template: `title` and `text`.
+
+    Raises:
+        InvalidRequest: the message names the field.
+    """
+    file.require_neutral("this server stores no files; send file_data", file_id=())
+    file.require_neutral("this server loads no files; send file_data", file_url=())
+    title = file.text("filename", "") or ""
+    place = file.path_of("file_data")
+    media_type, comma, encoded = (file.text("file_data") or "").partition(",")
+    if not (comma and media_type.startswith("data:text/") and media_type.endswith(";base64")):
+        raise InvalidRequest(
+            f"{place}: expected text as data:text/plain;base64,..., since models are served for text only, got "
+            "another value"
+        )
+    try:
+        return {"title": title, "text": base64.b64decode(encoded, validate=True).decode()}
+    except (binascii.Error, UnicodeDecodeError):  # the message would contain a part of the file
+        raise InvalidRequest(f"{place}: expected text in UTF-8, encoded as base64, got something else") from None
 
 
 def read_breakpoint(value: object, place: str) -> int | None:

@@ -17,10 +17,9 @@ from radixkv.service.field_names import prompt_field_names
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.completer import Completer
 from radixkv.service.http.completions import CompletionChunk
-from radixkv.service.http.documents import read_file
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
-from radixkv.service.http.openai_requests import ChatPrompt, CompletionOptions, read_breakpoint, read_chat
+from radixkv.service.http.openai_requests import ChatPrompt, CompletionOptions, read_breakpoint, read_chat, read_file
 from radixkv.service.http.openai_responses import cached_by_tier
 from radixkv.service.http.tools import EncodedChat, Tools
 from radixkv.service.text.answer_format import AnswerPart, Reasoning
