@@ -7,10 +7,15 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from radixkv.service.http.completions import RETENTION_PRIORITY, CompletionChunk
+from radixkv.service.http.completions import CompletionChunk
 from radixkv.service.server.calls import Context
 from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import PrefillRequest
+
+# The priority with which a request retains its prompt for some time, above the default of 50.
+RETENTION_PRIORITY = 75
+
+_INSTRUCTIONS = ("system", "developer")
 
 # Returns the token ids of messages, without a generation prompt.
 Encode = Callable[[Sequence[Mapping[str, Any]]], Sequence[int]]
@@ -22,9 +27,6 @@ class Retain(Protocol):
     def __call__(self, request: RetainRequest, context: Context) -> Awaitable[object]:
         """Retain the range."""
         ...
-
-
-_INSTRUCTIONS = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ from radixkv.api.sampling import (
     NUM_SEEDS,
 )
 from radixkv.errors import InvalidRequest
-from radixkv.service.http.breakpoints import Breakpoint
-from radixkv.service.http.completions import RETENTION_PRIORITY
+from radixkv.service.http.breakpoints import RETENTION_PRIORITY, Breakpoint
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.sessions import read_session
 from radixkv.service.http.tools import EncodedChat, Tools, reasoning_variables
