@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from radixkv.service.http.completions import CompletionChunk
 from radixkv.service.server.calls import Context
@@ -19,14 +19,8 @@ _INSTRUCTIONS = ("system", "developer")
 
 # Returns the token ids of messages, without a generation prompt.
 Encode = Callable[[Sequence[Mapping[str, Any]]], Sequence[int]]
-
-
-class Retain(Protocol):
-    """Retains a range for some time; see `CacheServicer.Retain`."""
-
-    def __call__(self, request: RetainRequest, context: Context) -> Awaitable[object]:
-        """Retain the range."""
-        ...
+# Retains a range for some time; see `CacheServicer.Retain`.
+Retain = Callable[[RetainRequest, Context], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True)

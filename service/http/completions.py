@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from radixkv.service.server.calls import Context
 from radixkv.service.text.answer_text import AnswerText
@@ -18,27 +18,11 @@ from radixkv.v1.prefill_pb2 import (
     GenerateRequest,
     GenerateResponse,
     MissReason,
-    PrefillRequest,
     PrefillResponse,
-    ProbeRequest,
-    ProbeResponse,
 )
 
-
-class Servicer(Protocol):
-    """Generates completions; see `PrefillServicer`."""
-
-    async def Prefill(self, request: PrefillRequest, context: Context) -> PrefillResponse:  # noqa: N802
-        """Compute and cache a prompt."""
-        ...
-
-    async def Probe(self, request: ProbeRequest, context: Context) -> ProbeResponse:  # noqa: N802
-        """Return what a prefill of a prompt would reuse."""
-        ...
-
-    def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse | bytes]:  # noqa: N802
-        """Generate the completions of a prompt."""
-        ...
+if TYPE_CHECKING:  # `radixkv doctor` reads requests without a server
+    from radixkv.service.server.servicers.prefill import PrefillServicer
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +70,7 @@ class CompletionChunk:
 
 
 async def text_chunks(
-    servicer: Servicer,
+    servicer: PrefillServicer,
     request: GenerateRequest,
     call: Context,
     tokenizer: Tokenizer,

@@ -19,7 +19,6 @@ from radixkv.service.http.api_errors import http_status_of, retry_headers_of
 from radixkv.service.http.api_request import ApiRequest, id_headers, is_anthropic_request
 from radixkv.service.http.breakpoints import Retain
 from radixkv.service.http.completer import Completer
-from radixkv.service.http.completions import Servicer
 from radixkv.service.http.connections import Connections
 from radixkv.service.http.http_call import context_of
 from radixkv.service.http.http_connection import HttpConnection, NotHttp
@@ -41,6 +40,7 @@ from radixkv.service.server.page.page import Page
 from radixkv.service.server.receive.grpc_options import max_message_bytes
 from radixkv.service.server.receive.receiver import InFlightCall, Receiver
 from radixkv.service.server.servicers.messages import new_request_id
+from radixkv.service.server.servicers.prefill import PrefillServicer
 
 Answer = Callable[[ApiRequest, Fields], Awaitable[web.StreamResponse]]
 
@@ -92,7 +92,7 @@ class HttpPort:
         self,
         config: ServerConfig,
         limits: Limits,
-        servicer: Servicer,
+        servicer: PrefillServicer,
         retain: Retain,
         tokenizer: ModelTokenizer,
         authorizer: Authorizer,
