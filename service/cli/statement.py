@@ -16,8 +16,7 @@ from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
 from radixkv.service.cli.prices import HOUR_S, TIERS, InvoiceItem, PriceList, total_of
-from radixkv.service.cli.segments import duration
-from radixkv.service.cli.terminal import align_columns, printable, tenant_label
+from radixkv.service.cli.terminal import align_columns, duration, printable, tenant_label
 from radixkv.v1.cache_pb2 import StatementLine, StatementResponse
 
 _FIELDS = tuple(field.name for field in StatementLine.DESCRIPTOR.fields)
