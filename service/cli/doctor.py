@@ -22,8 +22,8 @@ from radixkv.doctor.trace_log import trace_log
 from radixkv.errors import ConfigError
 from radixkv.planning.time_model import TimeModel
 from radixkv.planning.trace_records import read_records
-from radixkv.service.cli.argument_types import COUNTS, name, positive, positive_number, whole
-from radixkv.service.cli.connection import add_connection, client_of
+from radixkv.service.cli.argument_types import COUNTS, positive, positive_number, whole
+from radixkv.service.cli.connection import TENANT, add_connection, client_of
 from radixkv.service.cli.doctor_report import log_diagnosis_object, log_diagnosis_text, server_diagnosis_text
 from radixkv.service.cli.options import Option, add_choice, add_options, flag
 from radixkv.service.cli.output import json_of
@@ -60,7 +60,7 @@ _LOG_ONLY = (
     ),
 )
 _SERVER_ONLY = (
-    Option("--tenant", "NAME", name, "only this tenant (default: all, or your own with the credential of a tenant)"),
+    TENANT,
     flag("--omit-cached-text", "leave out the tokens and the text of prompts"),
 )
 _TOKENIZERS = (

@@ -13,16 +13,16 @@ from radixkv.service.cli.terminal import align_columns
 from radixkv.v1.cache_pb2 import PurgeResponse
 
 _NAMES = ("tenant", "adapter", "salt")
+_OPTIONS = (
+    *(Option(f"--{each}", "NAME", name, f"drop only what belongs to this {each} (default: any)") for each in _NAMES),
+    flag("--all", "drop everything; with the token of a tenant, everything of that tenant"),
+)
 
 
 def add_arguments(purge: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
     purge.description = "Drop what is cached for a tenant, an adapter or a salt, or drop everything."
-    add_options(
-        purge,
-        [Option(f"--{each}", "NAME", name, f"drop only what belongs to this {each} (default: any)") for each in _NAMES],
-    )
-    add_options(purge, [flag("--all", "drop everything; with the token of a tenant, everything of that tenant")])
+    add_options(purge, _OPTIONS)
     add_connection(purge)
     purge.set_defaults(command=_purge)
 

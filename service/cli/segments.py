@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from radixkv.errors import ConfigError
 from radixkv.service.cli.argument_types import count, name
-from radixkv.service.cli.connection import add_connection, client_of
+from radixkv.service.cli.connection import TENANT, add_connection, client_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
 from radixkv.service.cli.terminal import align_columns, duration, tenant_label
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PAGE_SIZE = 20
 _OPTIONS = (
-    Option("--tenant", "NAME", name, "only this tenant (default: all, or your own with the credential of a tenant)"),
+    TENANT,
     Option("--page-size", "N", count, "segments per page", _PAGE_SIZE),
     Option("--page-token", "TOKEN", name, "page to show, as printed below the previous page (default: the first)", ""),
     flag("--hottest", "only the hottest segments, on one page"),
