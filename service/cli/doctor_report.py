@@ -44,7 +44,7 @@ def server_diagnosis_text(response: DiagnoseResponse, price: float | None = None
     return "\n".join(lines)
 
 
-def log_diagnosis_text(diagnosis: LogDiagnosis, price: float | None = None) -> str:
+def log_diagnosis_text(diagnosis: LogDiagnosis, price: float | None) -> str:
     """Return the diagnosis of a log in lines, the most expensive cause first; `price` as for a server."""
     computed_tokens = diagnosis.computed_tokens
     seconds = "" if diagnosis.computed_s is None else f", which takes {duration(diagnosis.computed_s)}"
@@ -67,7 +67,7 @@ def log_diagnosis_text(diagnosis: LogDiagnosis, price: float | None = None) -> s
     return "\n".join(lines)
 
 
-def log_diagnosis_object(diagnosis: LogDiagnosis, price: float | None = None) -> dict[str, Any]:
+def log_diagnosis_object(diagnosis: LogDiagnosis, price: float | None) -> dict[str, Any]:
     """Return the diagnosis of a log for JSON."""
     return {
         "requests": diagnosis.num_prompts,
