@@ -49,7 +49,7 @@ class HttpConnection(web.RequestHandler):
             loop=asyncio.get_running_loop(),
             max_line_size=_MAX_HEADER_BYTES,
             max_field_size=_MAX_HEADER_BYTES,
-            access_log=None,
+            access_log=None,  # type: ignore[arg-type]  # the annotation lacks None, for no log
             logger=_silent_logger,
             keepalive_timeout=idle_s,
             auto_decompress=False,
