@@ -102,14 +102,14 @@ def count(text: str) -> int:
 def points(text: str) -> int:
     """Parse a priority or an urgency, 0 to 100."""
     if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= 100):
-        raise argparse.ArgumentTypeError(f"expected 0 to 100, got {text or 'an empty string'}")
+        raise _wrong("0 to 100", text)
     return int(text)
 
 
 def seed(text: str) -> int:
     """Parse a whole number of at most 64 bits, without a unit."""
     if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 2**64):
-        raise argparse.ArgumentTypeError(f"expected 0 to 2**64 - 1, got {text or 'an empty string'}")
+        raise _wrong("0 to 2**64 - 1", text)
     return int(text)
 
 
@@ -130,10 +130,7 @@ def capacities(text: str) -> list[int]:
 
 def share(text: str) -> float:
     """Parse a fraction, 0 to 1."""
-    value = _float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"expected 0 to 1, got {text or 'an empty string'}")
-    return value
+    return _from_0(text, 1)
 
 
 def number(text: str) -> Decimal:
@@ -143,7 +140,7 @@ def number(text: str) -> Decimal:
     except InvalidOperation:
         value = Decimal("NaN")
     if not (value.is_finite() and 0 <= value <= _MAX_NUMBER):
-        raise argparse.ArgumentTypeError(f"expected a number from 0, got {text or 'an empty string'}")
+        raise _wrong("a number from 0", text)
     return value
 
 
@@ -151,7 +148,7 @@ def positive_number(text: str) -> float:
     """Parse a number above 0."""
     value = _float(text)
     if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text or 'an empty string'}")
+        raise _wrong("a positive number", text)
     return value
 
 
@@ -167,16 +164,20 @@ def days(text: str) -> float:
 
 def processors(text: str) -> float:
     """Parse a number of CPUs or GPUs, 0 to 10,000."""
+    return _from_0(text, _MAX_PROCESSORS)
+
+
+def _from_0(text: str, maximum: int) -> float:
     value = _float(text)
-    if not 0 <= value <= _MAX_PROCESSORS:
-        raise argparse.ArgumentTypeError(f"expected 0 to {_MAX_PROCESSORS}, got {text or 'an empty string'}")
+    if not 0 <= value <= maximum:
+        raise _wrong(f"0 to {maximum}", text)
     return value
 
 
 def _above_0(text: str, maximum: int) -> float:
     value = _float(text)
     if not 0 < value <= maximum:
-        raise argparse.ArgumentTypeError(f"expected more than 0 and at most {maximum}, got {text or 'an empty string'}")
+        raise _wrong(f"more than 0 and at most {maximum}", text)
     return value
 
 
@@ -194,7 +195,9 @@ def _whole(text: str, minimum: int, maximum: int) -> int:
     value = Decimal(match[1]) * _UNITS[match[2].lower()] if match else Decimal(-1)
     if not (minimum <= value <= maximum and value == int(value)):
         bounds = f"from {minimum}" if value <= maximum else f"from {minimum} to {maximum}"
-        examples = "8192, 8k (8000) or 8Ki (8192)"
-        got = text or "an empty string"
-        raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, such as {examples}, got {got}")
+        raise _wrong(f"a whole number {bounds}, such as 8192, 8k (8000) or 8Ki (8192)", text)
     return int(value)
+
+
+def _wrong(expected: str, text: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"expected {expected}, got {text or 'an empty string'}")

@@ -17,6 +17,14 @@ if TYPE_CHECKING:  # importing this loads gRPC, which --help and argument errors
 
 TOKEN_VARIABLE = "RADIXKV_TOKEN"
 
+# Of commands that list what a service knows of its tenants.
+TENANT = Option(
+    "--tenant",
+    "NAME",
+    argument_types.name,
+    "only this tenant (default: all, or your own with the credential of a tenant)",
+)
+
 _DEFAULT_ADDRESS = f"{ServerConfig().host}:{ServerConfig().port}"
 _ADDRESS = Option("--address", "HOST:PORT", argument_types.name, "address of the service", _DEFAULT_ADDRESS)
 _OPTIONS = (

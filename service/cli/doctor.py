@@ -8,32 +8,26 @@ import json
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixkv.config import EVICTION_POLICIES, CacheConfig
-from radixkv.doctor.advice import ADVICE
 from radixkv.doctor.block_examination import BlockExaminer
-from radixkv.doctor.diagnosis import LogDiagnosis, diagnose
+from radixkv.doctor.diagnosis import diagnose
 from radixkv.doctor.examination import Examiner
-from radixkv.doctor.miss_group import MissGroup
 from radixkv.doctor.prompt_log import PromptLog
 from radixkv.doctor.replay import MIN_LOST_TOKENS, CacheSize, PromptExaminer
 from radixkv.doctor.trace_log import trace_log
 from radixkv.errors import ConfigError
 from radixkv.planning.time_model import TimeModel
 from radixkv.planning.trace_records import read_records
-from radixkv.service.cli.argument_types import COUNTS, name, positive, positive_number, whole
-from radixkv.service.cli.connection import add_connection, client_of
-from radixkv.service.cli.miss_text import headline, savings, sides
+from radixkv.service.cli.argument_types import COUNTS, positive, positive_number, whole
+from radixkv.service.cli.connection import TENANT, add_connection, client_of
+from radixkv.service.cli.doctor_report import log_diagnosis_object, log_diagnosis_text, server_diagnosis_text
 from radixkv.service.cli.options import Option, add_choice, add_options, flag
 from radixkv.service.cli.output import json_of
 from radixkv.service.cli.prompt_log_file import GetTokenizer, PromptLogReader, RejectedConversation, is_prompt
-from radixkv.service.cli.segments import duration
-from radixkv.service.cli.server_diagnosis import server_diagnosis_text
-from radixkv.service.cli.terminal import percent
 from radixkv.service.cli.trace_options import TRACE_OPTIONS, requests_of
 from radixkv.service.progress_bar import progress_bar
 
@@ -66,7 +60,7 @@ _LOG_ONLY = (
     ),
 )
 _SERVER_ONLY = (
-    Option("--tenant", "NAME", name, "only this tenant (default: all, or your own with the credential of a tenant)"),
+    TENANT,
     flag("--omit-cached-text", "leave out the tokens and the text of prompts"),
 )
 _TOKENIZERS = (
@@ -144,9 +138,9 @@ def _doctor(arguments: argparse.Namespace) -> None:
             )
     price = arguments.price_per_million_tokens
     if arguments.json:
-        print(json.dumps(diagnosis_object(diagnosis, price), indent=2))
+        print(json.dumps(log_diagnosis_object(diagnosis, price), indent=2))
     else:
-        print(diagnosis_text(diagnosis, price))
+        print(log_diagnosis_text(diagnosis, price))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
 
@@ -229,65 +223,3 @@ def _tokenizer_getter(arguments: argparse.Namespace, stack: ExitStack) -> GetTok
             ) from error
 
     return get_tokenizer
-
-
-def diagnosis_text(diagnosis: LogDiagnosis, price: float | None = None) -> str:
-    """Return a diagnosis in lines, the most expensive cause first."""
-    computed_tokens = diagnosis.computed_tokens
-    seconds = "" if diagnosis.computed_s is None else f", which takes {duration(diagnosis.computed_s)}"
-    lines = [
-        f"{diagnosis.num_prompts:,} requests with {diagnosis.prompt_tokens:,} prompt tokens: "
-        f"{diagnosis.cached_tokens:,} are reused{percent(diagnosis.cached_tokens, diagnosis.prompt_tokens)}, "
-        f"{computed_tokens:,} are computed{seconds}.",
-        f"{diagnosis.first_prompts:,} {'request' if diagnosis.first_prompts == 1 else 'requests'} reused nothing, and "
-        "no earlier prompt with the same content was found.",
-    ]
-    if not diagnosis.groups:
-        lines += ["", "No cause was found: the prompts reuse what they have in common with earlier ones."]
-    for number, group in enumerate(diagnosis.groups, start=1):
-        advice = ADVICE[group.key.cause]
-        lines += ["", f"{number}. {headline(group, diagnosis.num_prompts, advice.what)}"]
-        if group.sample is not None:
-            lines += sides(group.sample)
-        lines += [f"   -> {advice.change}", f"   {savings(group, computed_tokens, price)}"]
-    if diagnosis.num_other_groups:
-        lines += ["", f"Further causes that cost less: {diagnosis.num_other_groups:,}; see --top."]
-    return "\n".join(lines)
-
-
-def diagnosis_object(diagnosis: LogDiagnosis, price: float | None = None) -> dict[str, Any]:
-    """Return a diagnosis for JSON."""
-    return {
-        "requests": diagnosis.num_prompts,
-        "prompt_tokens": diagnosis.prompt_tokens,
-        "cached_tokens": diagnosis.cached_tokens,
-        "computed_tokens": diagnosis.computed_tokens,
-        "computed_s": diagnosis.computed_s,
-        "first_requests": diagnosis.first_prompts,
-        "causes": [_group_object(each, price) for each in diagnosis.groups],
-        "further_causes": diagnosis.num_other_groups,
-    }
-
-
-def _group_object(group: MissGroup, price: float | None) -> dict[str, Any]:
-    advice = ADVICE[group.key.cause]
-    saved_tokens = group.saved_tokens
-    return {
-        "cause": group.key.cause.value,
-        "place": group.key.place,
-        "pattern": group.key.pattern,
-        "requests": group.num_prompts,
-        "lost_tokens": group.lost_tokens,
-        "lost_s": group.lost_s,
-        "is_upper_bound": group.is_bound,
-        "saved_tokens": saved_tokens,
-        "saved_s": group.saved_s,
-        "saved_money": None if price is None or saved_tokens is None else saved_tokens / 1e6 * price,
-        "lost_money": None if price is None else group.lost_tokens / 1e6 * price,
-        "min_position": group.min_position,
-        "max_position": group.max_position,
-        "segments": list(group.segments),
-        "what": advice.what,
-        "change": advice.change,
-        "sample": None if group.sample is None else asdict(group.sample),
-    }

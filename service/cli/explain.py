@@ -8,8 +8,7 @@ from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import add_options, flag
 from radixkv.service.cli.output import json_of
 from radixkv.service.cli.prompt import add_chat, add_namespace, add_tokens, prompt_of
-from radixkv.service.cli.segments import duration
-from radixkv.service.cli.terminal import align_columns, excerpt, printable
+from radixkv.service.cli.terminal import align_columns, bracketed, duration, excerpt, printable
 from radixkv.v1.explain_pb2 import Difference, DifferenceKind, Excerpt, ExplainResponse
 from radixkv.v1.prefill_pb2 import MissReason
 
@@ -143,9 +142,9 @@ def _sides(difference: Difference) -> list[str]:
 
 def _bracket(side: Excerpt, span_tokens: int, *, has_text: bool) -> str:
     num_shown = side.different_tokens  # of the `span_tokens` that differ
-    different = excerpt(side.different_text if has_text else side.token_ids[:num_shown])[:_MAX_CHARS]
-    equal = excerpt(side.equal_text if has_text else side.token_ids[num_shown:])[:_MAX_CHARS]
-    return f"[{different}{'...' if span_tokens > num_shown else ''}]{equal}"
+    different = side.different_text if has_text else side.token_ids[:num_shown]
+    equal = side.equal_text if has_text else side.token_ids[num_shown:]
+    return bracketed(different, equal, is_cut=span_tokens > num_shown, max_chars=_MAX_CHARS)
 
 
 def _cost(response: ExplainResponse) -> str:

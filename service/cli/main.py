@@ -55,15 +55,7 @@ COMMANDS = {
 }
 
 # Top-level modules of the extra `engine` whose absence `main` reports in one line.
-_ENGINE_MODULES = frozenset(
-    {
-        "torch",
-        "transformers",
-        "safetensors",
-        "prometheus_client",
-        "tokenizers",
-    }
-)
+_ENGINE_MODULES = frozenset({"torch", "transformers", "safetensors", "prometheus_client", "tokenizers"})
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):

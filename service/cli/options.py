@@ -38,9 +38,6 @@ def flag(name: str, help: str) -> Option:
 def add_options(parser: Parser, options: Sequence[Option]) -> None:
     """Add options to a parser."""
     for option in options:
-        if option.more.get("action") == "store_true":
-            parser.add_argument(option.name, action="store_true", help=option.help)
-            continue
         settings = {"metavar": option.metavar, "type": option.type, "default": option.default}
         settings = {name: value for name, value in settings.items() if value is not None}
         parser.add_argument(option.name, help=option.help, **settings, **option.more)

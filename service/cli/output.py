@@ -1,4 +1,4 @@
-"""Responses as a short table to read, or as JSON for scripts."""
+"""Responses as JSON for scripts, and those to prompts as a short table to read."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from radixkv.service.cli.terminal import align_columns, percent, tenant_label
-from radixkv.v1.cache_pb2 import PurgeResponse, StatsResponse
+from radixkv.service.cli.terminal import align_columns, percent
+from radixkv.v1.cache_pb2 import StatsResponse
 from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse, MissReason, PrefillResponse, Timing, Usage
 
 # Protobuf's JSON writes these as strings, for languages whose only number is a double.
@@ -67,7 +67,7 @@ def prefill_table(response: PrefillResponse, next_token_text: str | None = None)
         refused = f" ({response.retained.refused_tokens} refused)" if response.retained.refused_tokens else ""
         rows += [("retained", f"{response.retained.granted_tokens} tokens{refused}")]
     rows += [(f"logprob of {top.token_id}", f"{top.logprob:.4f}") for top in response.top_logprobs]
-    return _table(rows)
+    return "\n".join(align_columns(rows))
 
 
 def generate_table(response: GenerateResponse) -> str:
@@ -84,42 +84,7 @@ def generate_table(response: GenerateResponse) -> str:
         *_time_rows(timing),
         ("  decode", f"{timing.decode_us / 1000:.2f} ms"),
     ]
-    return _table(rows)
-
-
-def purge_table(response: PurgeResponse) -> str:
-    """Return a table of the blocks that a purge freed."""
-    rows = [("blocks freed", str(response.freed_blocks)), ("  still in use", str(response.pinned_blocks))]
-    for store in response.stores:
-        deleted = f"{store.blocks} blocks" if store.HasField("blocks") else "not reachable; the purge will be retried"
-        rows.append((f"deleted in {store.store}", deleted))
-    return _table(rows)
-
-
-def stats_table(stats: StatsResponse) -> str:
-    """Return a table of the cache, the tiers and the counters, as far as the response has them."""
-    blocks = stats.blocks
-    rows = [
-        ("model", f"{stats.model} on {stats.device}"),
-        ("  fingerprint", stats.model_fingerprint),
-        ("uptime", f"{stats.uptime_s:.1f} s"),
-        ("blocks", f"{blocks.total} of {stats.block_size} tokens, {stats.block_bytes} bytes each, {stats.kv_dtype}"),
-    ]
-    if _is_global(stats):
-        rows += _global_rows(stats)
-    for tier in stats.tiers:
-        state = "" if tier.is_working else ", disabled"
-        moved = f"{tier.loaded_blocks} loaded, {tier.missed_blocks} missed, {tier.saved_blocks} saved"
-        stored = f"{tier.blocks} blocks, {tier.used_bytes} bytes; " if tier.HasField("blocks") else ""
-        rows.append((f"tier {tier.tier}", f"{stored}{moved}{state}"))
-    for tenant in stats.tenants:
-        reused = percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
-        in_tiers = "".join(f", {number} in {name}" for name, number in sorted(tenant.stored_blocks.items()) if number)
-        use = f"{tenant.cached_blocks} blocks{in_tiers}, {tenant.hit_tokens} cached tokens{reused}"
-        rows.append((f"tenant {tenant_label(tenant.tenant)}", use))
-    if stats.known_tenants > len(stats.tenants):
-        rows.append((f"{stats.known_tenants - len(stats.tenants)} smaller tenants", "by name: --tenant"))
-    return _table(rows)
+    return "\n".join(align_columns(rows))
 
 
 def _cached_text(usage: Usage) -> str:
@@ -129,64 +94,9 @@ def _cached_text(usage: Usage) -> str:
     return f"{usage.cached_tokens} tokens{percent(usage.cached_tokens, usage.prompt_tokens)}{loaded}"
 
 
-def _global_rows(stats: StatsResponse) -> list[tuple[str, str]]:
-    blocks, requests, tokens = stats.blocks, stats.requests, stats.tokens
-    return [
-        ("  free", str(blocks.free)),
-        ("  published", f"{blocks.published} ({blocks.pinned} pinned)"),
-        ("  leased", str(blocks.leased)),
-        ("  retained", f"{blocks.retained} of at most {blocks.retainable}"),
-        ("  on probation", str(blocks.on_probation)),
-        ("  evicted", f"{stats.evicted_blocks} so far ({stats.evicted_probation_blocks} on probation)"),
-        ("requests", f"{requests.running} running, {requests.following} following, {requests.waiting} waiting"),
-        ("  preempted", f"{requests.paused} ({requests.pauses} so far)"),
-        ("  finished", str(requests.finished)),
-        ("  failed", str(requests.failed)),
-        ("  cancelled", str(requests.cancelled)),
-        ("prompt tokens", str(tokens.prompt)),
-        ("  cached", f"{tokens.cached}{percent(tokens.cached, tokens.prompt)}"),
-        ("  computed", str(tokens.computed)),
-        ("  written", str(tokens.written)),
-        ("  recomputed", str(tokens.recomputed)),
-        ("generated tokens", str(tokens.generated)),
-        ("namespaces", str(stats.namespaces)),
-        ("segments", str(stats.segments)),
-        ("held leases", str(stats.held_leases)),
-        *_state_rows(stats),
-        *_part_rows(stats),
-    ]
-
-
-def _state_rows(stats: StatsResponse) -> list[tuple[str, str]]:
-    states = stats.states
-    if not stats.HasField("states"):
-        return []
-    return [
-        ("state snapshots", f"{states.snapshots} of at most {states.max_snapshots}"),
-        ("  evicted", str(states.given_up_snapshots)),
-        ("  tokens recomputed without one", str(states.recomputed_tokens)),
-    ]
-
-
-def _part_rows(stats: StatsResponse) -> list[tuple[str, str]]:
-    parts = stats.parts
-    if not stats.HasField("parts"):
-        return []
-    return [
-        ("parts for windowed layers", f"{parts.needed} needed, {parts.kept} kept, {parts.free} free"),
-        ("  evicted", str(parts.given_up)),
-        ("  hits shortened", f"{parts.shortened_hits}, by {parts.lost_tokens} tokens in all"),
-    ]
-
-
-def _is_global(stats: StatsResponse) -> bool:
-    """Return whether the response has the statistics of all tenants, not only those that one tenant may see."""
-    return stats.HasField("requests")
-
-
 def _remove_hidden(tree: dict[str, Any], stats: StatsResponse) -> None:
     """Remove the fields that a tenant may not see from JSON, in which they would be 0."""
-    if not _is_global(stats):
+    if not stats.HasField("requests"):  # the response has only what one tenant may see
         for name in _GLOBAL_FIELDS:
             del tree[name]
         if stats.HasField("blocks"):
@@ -216,7 +126,3 @@ def _time_rows(timing: Timing) -> list[tuple[str, str]]:
         ("  queue", f"{timing.queue_us / 1000:.2f} ms"),
         ("  prefill", f"{timing.prefill_us / 1000:.2f} ms"),
     ]
-
-
-def _table(rows: list[tuple[str, str]]) -> str:
-    return "\n".join(align_columns(rows))

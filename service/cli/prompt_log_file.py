@@ -14,8 +14,7 @@ from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog, ReportedReuse, Se
 from radixkv.errors import ConfigError, InvalidRequest, RadixKVError
 from radixkv.namespace import Namespace
 from radixkv.planning.trace_records import Record
-from radixkv.service.text.plain_conversation import plain_parts, segments_of_parts
-from radixkv.service.text.rendered_segments import segments_of
+from radixkv.service.text.rendered_segments import plain_parts, segments_of, segments_of_parts
 
 if TYPE_CHECKING:
     from radixkv.service.text.tokenizer import Tokenizer

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from radixkv.errors import ConfigError
 from radixkv.service.cli.argument_types import count, name
-from radixkv.service.cli.connection import add_connection, client_of
+from radixkv.service.cli.connection import TENANT, add_connection, client_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
-from radixkv.service.cli.terminal import align_columns, tenant_label
+from radixkv.service.cli.terminal import align_columns, duration, tenant_label
 from radixkv.v1.cache_pb2 import ListSegmentsResponse, Segment, StoredNamespace
 from radixkv.v1.hints_pb2 import Awaits
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PAGE_SIZE = 20
 _OPTIONS = (
-    Option("--tenant", "NAME", name, "only this tenant (default: all, or your own with the credential of a tenant)"),
+    TENANT,
     Option("--page-size", "N", count, "segments per page", _PAGE_SIZE),
     Option("--page-token", "TOKEN", name, "page to show, as printed below the previous page (default: the first)", ""),
     flag("--hottest", "only the hottest segments, on one page"),
@@ -59,14 +59,6 @@ def awaits_text(awaits: Awaits) -> str:
         Awaits.AWAITS_NOTHING: "ended",
     }
     return texts.get(awaits, "")
-
-
-def duration(seconds: float) -> str:
-    """Return a time in a readable unit: `7s`, `12m`, `5h`, `3d`."""
-    for unit, length_s, next_s in (("s", 1, 60), ("m", 60, 3600), ("h", 3600, 86_400)):
-        if seconds < next_s:
-            return f"{seconds / length_s:.0f}{unit}"
-    return f"{seconds / 86_400:.0f}d"
 
 
 def _segments(arguments: argparse.Namespace) -> None:

@@ -12,12 +12,11 @@ from typing import Any
 
 from radixkv.errors import ConfigError
 from radixkv.service.cli.argument_types import name
-from radixkv.service.cli.connection import add_connection, client_of
+from radixkv.service.cli.connection import TENANT, add_connection, client_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
 from radixkv.service.cli.prices import HOUR_S, TIERS, InvoiceItem, PriceList, total_of
-from radixkv.service.cli.segments import duration
-from radixkv.service.cli.terminal import align_columns, printable, tenant_label
+from radixkv.service.cli.terminal import align_columns, duration, printable, tenant_label
 from radixkv.v1.cache_pb2 import StatementLine, StatementResponse
 
 _FIELDS = tuple(field.name for field in StatementLine.DESCRIPTOR.fields)
@@ -40,7 +39,7 @@ def _match(text: str, pattern: str, expected: str) -> str:
 
 
 _OPTIONS = (
-    Option("--tenant", "NAME", name, "only this tenant (default: all, or your own with the credential of a tenant)"),
+    TENANT,
     Option("--month", "YYYY-MM", _month, "the month, in UTC (default: the current month)"),
     Option("--since", "DAY", _day, "first day, instead of --month (default: the first day of the month of --until)"),
     Option("--until", "DAY", _day, "last day, instead of --month (default: today)"),

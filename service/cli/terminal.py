@@ -37,6 +37,18 @@ def percent(part: int, whole: int) -> str:
     return f" ({100 * part / whole:.1f} %)" if whole else ""
 
 
+def duration(seconds: float) -> str:
+    """Return a time in a readable unit: `7s`, `12m`, `5h`, `3d`.
+
+    >>> duration(59), duration(60), duration(90_000)
+    ('59s', '1m', '1d')
+    """
+    for unit, length_s, next_s in (("s", 1, 60), ("m", 60, 3600), ("h", 3600, 86_400)):
+        if seconds < next_s:
+            return f"{seconds / length_s:.0f}{unit}"
+    return f"{seconds / 86_400:.0f}d"
+
+
 def printable(text: str, *, keep: str) -> str:
     """Escape control characters, except those to keep, so that text can't control the terminal.
 
@@ -59,6 +71,21 @@ def excerpt(part: str | Sequence[int]) -> str:
     if isinstance(part, str):
         return part.replace("\n", "\\n")
     return f" {' '.join(map(str, part))} " if part else ""
+
+
+def bracketed(different: str | Sequence[int], equal: str | Sequence[int], *, is_cut: bool, max_chars: int) -> str:
+    """Return one side of a difference: the part that differs in brackets, then the equal part after it.
+
+    >>> bracketed("4f2a", " tools", is_cut=True, max_chars=3)
+    '[4f2...] to'
+
+    Args:
+        different: the part that differs, as text or token ids.
+        equal: what follows it on both sides.
+        is_cut: whether more than `different` differs.
+        max_chars: maximum length of each part.
+    """
+    return f"[{excerpt(different)[:max_chars]}{'...' if is_cut else ''}]{excerpt(equal)[:max_chars]}"
 
 
 def tenant_label(tenant: str) -> str:

@@ -16,8 +16,8 @@ from radixkv.service.cli.argument_types import name, period
 from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
-from radixkv.service.cli.segments import awaits_text, duration, segment_rows
-from radixkv.service.cli.terminal import align_columns, tenant_label
+from radixkv.service.cli.segments import awaits_text, segment_rows
+from radixkv.service.cli.terminal import align_columns, duration, tenant_label
 from radixkv.v1.cache_pb2 import ListSegmentsResponse, StatsResponse, TierStats
 from radixkv.v1.cache_pb2 import TimeStats as TimeStatsMessage
 

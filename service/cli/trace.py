@@ -18,6 +18,7 @@ from radixkv.planning.trace_formats import MAX_TOKENS_PER_ID
 from radixkv.planning.trace_records import read_records
 from radixkv.service.cli.argument_types import positive
 from radixkv.service.cli.options import Option, add_options
+from radixkv.service.cli.prompt import load_tokenizer
 from radixkv.service.text.tokenizer import Tokenizer
 
 _DESCRIPTION = (
@@ -96,10 +97,7 @@ class _Encoder:
 def _trace(arguments: argparse.Namespace) -> None:
     if arguments.tokens_per_id > MAX_TOKENS_PER_ID:
         raise ConfigError(f"--tokens-per-id: expected 1 to {MAX_TOKENS_PER_ID}, got {arguments.tokens_per_id}")
-    try:
-        encoder = _Encoder(Tokenizer.load(arguments.tokenizer))
-    except ValueError as error:
-        raise ConfigError(f"--tokenizer: {error}") from error
+    encoder = _Encoder(load_tokenizer(arguments.tokenizer))
     output = Path(arguments.output)
     all_requests = itertools.chain.from_iterable(map(text_requests, read_records(Path(arguments.texts))))
     requests = itertools.islice(all_requests, arguments.limit)

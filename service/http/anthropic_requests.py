@@ -11,7 +11,6 @@ from typing import Any
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.breakpoints import Breakpoint
 from radixkv.service.http.cache_diagnostics import PromptParts
-from radixkv.service.http.documents import read_document
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.sessions import read_session, session_of_user
 from radixkv.service.http.tools import EncodedChat, Tools, reasoning_switch
@@ -179,23 +178,21 @@ def read_prompt_only(fields: Fields) -> tuple[MessagesPrompt, str]:
 
 
 def _read_prompt(fields: Fields) -> MessagesPrompt:
-    messages: list[dict[str, Any]] = []
-    breakpoints: list[Breakpoint] = []
-    documents: list[dict[str, Any]] = []
+    conversation = _Conversation()
+    messages, breakpoints = conversation.messages, conversation.breakpoints
     tools = _read_tools(fields, breakpoints)
     system = fields.any("system")
     if system not in (None, "", []):
-        _add_message(messages, breakpoints, documents, "system", system, "system")
-    conversation = fields.items("messages")
-    if not conversation:
+        conversation.add("system", system, "system")
+    items = fields.items("messages")
+    if not items:
         raise InvalidRequest("messages: expected at least one message, got none")
-    for index, value in enumerate(conversation):
-        place = f"messages[{index}]"
-        message = Fields.of(value, place)
+    for index, value in enumerate(items):
+        message = Fields.of(value, f"messages[{index}]")
         role = message.one_of("role", ("user", "assistant"), "")
         if not role:
-            raise InvalidRequest(f"{place}.role: expected user or assistant, got nothing")
-        _add_message(messages, breakpoints, documents, role, message.any("content"), f"{place}.content")
+            raise InvalidRequest(f"{message.path_of('role')}: expected user or assistant, got nothing")
+        conversation.add(role, message.any("content"), message.path_of("content"))
         message.require_no_others()
     for chat_message in messages:
         if not chat_message["content"]:
@@ -214,7 +211,7 @@ def _read_prompt(fields: Fields) -> MessagesPrompt:
         raise InvalidRequest(f"cache_control: expected at most {MAX_BREAKPOINTS} breakpoints, got {len(breakpoints)}")
     if [each.ttl_s for each in breakpoints] != sorted((each.ttl_s for each in breakpoints), reverse=True):
         raise InvalidRequest("cache_control: expected breakpoints with the ttl 1h before those with 5m")
-    return MessagesPrompt(messages, breakpoints, *_read_thinking(fields), tools, documents)
+    return MessagesPrompt(messages, breakpoints, *_read_thinking(fields), tools, conversation.documents)
 
 
 def _read_tools(fields: Fields, breakpoints: list[Breakpoint]) -> Tools:
@@ -262,97 +259,122 @@ def _read_tools(fields: Fields, breakpoints: list[Breakpoint]) -> Tools:
     return Tools(definitions, kind, forced, is_parallel=is_parallel)
 
 
-def _add_message(
-    messages: list[dict[str, Any]],
-    breakpoints: list[Breakpoint],
-    documents: list[dict[str, Any]],
-    role: str,
-    content: Any,
-    place: str,
-) -> None:
-    """Add the messages for the content of one message, its breakpoints and its documents.
+class _Conversation:
+    """The messages of a request in the form of OpenAI's API.
 
     Consecutive messages of a role become one, as in Anthropic's API. The result of a tool becomes a message of its own.
+
+    Attributes:
+        messages: the messages, whose content is a list of parts.
+        breakpoints: the breakpoints in the order of their positions.
+        documents: the documents, which are not a part of the messages.
     """
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}] if content else []
-    if not isinstance(content, list) or not content:
-        raise InvalidRequest(f"{place}: expected text or a list of blocks, got nothing or another value")
-    for index, value in enumerate(content):
-        block = Fields.of(value, f"{place}[{index}]")
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.breakpoints: list[Breakpoint] = []
+        self.documents: list[dict[str, Any]] = []
+
+    def add(self, role: str, content: Any, place: str) -> None:
+        """Add the content of a message; `place` is its path in the request."""
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}] if content else []
+        if not isinstance(content, list) or not content:
+            raise InvalidRequest(f"{place}: expected text or a list of blocks, got nothing or another value")
+        for index, value in enumerate(content):
+            self._add_block(role, Fields.of(value, f"{place}[{index}]"))
+
+    def _add_block(self, role: str, block: Fields) -> None:
         kind = block.text("type", "") or ""
         if kind == "text":
-            _last_or_new_message(messages, role)["content"].append(_text_part(block, f"{place}[{index}]"))
+            self._message_of(role)["content"].append(_text_part(block))
         elif kind == "tool_use" and role == "assistant":
-            _last_or_new_message(messages, role).setdefault("tool_calls", []).append(
-                _tool_call(block, f"{place}[{index}]")
-            )
+            self._message_of(role).setdefault("tool_calls", []).append(_tool_call(block))
         elif kind == "tool_result" and role == "user":
-            messages.append(_tool_result(block, f"{place}[{index}]"))
+            self.messages.append(_tool_result(block))
         elif kind == "document" and role == "user":
-            _last_or_new_message(messages, role)
-            documents.append(read_document(block))
+            self._message_of(role)
+            self.documents.append(_read_document(block))
         elif kind in ("thinking", "redacted_thinking") and role == "assistant":
             block.ignore("signature", "data")  # templates write earlier reasoning if the model needs it
             thinking = block.text("thinking", "")
             if thinking:
-                message = _last_or_new_message(messages, role)
+                message = self._message_of(role)
                 message["reasoning_content"] = message.get("reasoning_content", "") + thinking
-            continue
+            return
         else:
             raise InvalidRequest(
-                f"{place}[{index}].type: expected a block of text, of tools or a document, since models are served for "
-                "text only, got another type"
+                f"{block.path_of('type')}: expected a block of text, of tools or a document, since models are served "
+                "for text only, got another type"
             )
         control = block.any("cache_control")
         if control is not None:
-            ttl_s = _ttl_s(control, f"{place}[{index}].cache_control")
-            breakpoints.append(Breakpoint(len(messages), len(messages[-1]["content"]), ttl_s))
+            ttl_s = _ttl_s(control, block.path_of("cache_control"))
+            self.breakpoints.append(Breakpoint(len(self.messages), len(self.messages[-1]["content"]), ttl_s))
         block.ignore("citations", "caller")
         block.require_no_others()
 
+    def _message_of(self, role: str) -> dict[str, Any]:
+        """Return the last message if it has this role; otherwise append a new one, and return it."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": []})
+        return self.messages[-1]
 
-def _last_or_new_message(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
-    """Return the last message if it has this role; otherwise append a new one, and return it."""
-    if not messages or messages[-1]["role"] != role:
-        messages.append({"role": role, "content": []})
-    return messages[-1]
 
-
-def _text_part(block: Fields, place: str) -> dict[str, Any]:
+def _text_part(block: Fields) -> dict[str, Any]:
     text = block.text("text")
     if not text:
-        raise InvalidRequest(f"{place}.text: expected text, got nothing")
+        raise InvalidRequest(f"{block.path_of('text')}: expected text, got nothing")
     return {"type": "text", "text": text}
 
 
-def _tool_call(block: Fields, place: str) -> dict[str, Any]:
+def _tool_call(block: Fields) -> dict[str, Any]:
     name, arguments = block.text("name"), block.any("input")
     if not name or not isinstance(arguments, dict):
-        raise InvalidRequest(f"{place}: expected a name and an input, got nothing or other values")
+        raise InvalidRequest(f"{block.place}: expected a name and an input, got nothing or other values")
     call = {"name": name, "arguments": arguments}
     return {"id": block.text("id", ""), "type": "function", "function": call}
 
 
-def _tool_result(block: Fields, place: str) -> dict[str, Any]:
-    content = block.any("content")
+def _tool_result(block: Fields) -> dict[str, Any]:
+    content, place = block.any("content"), block.path_of("content")
     parts = []
     if isinstance(content, str):
         parts += [{"type": "text", "text": content}] if content else []
     elif isinstance(content, list):
         for index, value in enumerate(content):
-            part = Fields.of(value, f"{place}.content[{index}]")
+            part = Fields.of(value, f"{place}[{index}]")
             if part.text("type") != "text":
                 raise InvalidRequest(
-                    f"{place}.content[{index}].type: expected text, since models are served for text only, got "
-                    "another type"
+                    f"{part.path_of('type')}: expected text, since models are served for text only, got another type"
                 )
-            parts.append(_text_part(part, f"{place}.content[{index}]"))
+            parts.append(_text_part(part))
             part.ignore("citations", "cache_control")
     elif content is not None:
-        raise InvalidRequest(f"{place}.content: expected text or a list of blocks, got another value")
+        raise InvalidRequest(f"{place}: expected text or a list of blocks, got another value")
     block.flag("is_error")
     return {"role": "tool", "tool_call_id": block.text("tool_use_id", ""), "content": parts}
+
+
+def _read_document(block: Fields) -> dict[str, Any]:
+    """Read a block of the type document, whose source must be plain text. Returns a document for the chat template."""
+    source = block.inner("source")
+    if source is None or source.text("type") != "text":
+        raise InvalidRequest(
+            f"{block.path_of('source')}.type: expected text, since models are served for text only, got another type; "
+            "extract the text of the document"
+        )
+    source.require_neutral("extract the text of the document", media_type="text/plain")
+    text = source.text("data")
+    if not text:
+        raise InvalidRequest(f"{source.path_of('data')}: expected text, got nothing")
+    source.require_no_others()
+    block.require_neutral("put it into the text of the document", context=())
+    citations = block.inner("citations")
+    if citations is not None:
+        citations.require_neutral("this server cites no documents", enabled=False)
+        citations.require_no_others()
+    return {"title": block.text("title", "") or "", "text": text}
 
 
 def _ttl_s(value: object, place: str) -> int:

@@ -36,11 +36,6 @@ def http_status_of(error: BaseException) -> int:
     return _STATUS.get(status_of(error), 500)
 
 
-def _message_of(error: BaseException) -> str:
-    """Return what a client may read about an exception. The text of an unexpected one may contain data of others."""
-    return str(error) if _may_be_read(error) else "internal error; the server's log has the cause"
-
-
 def retry_headers_of(error: BaseException) -> dict[str, str]:
     """Return the headers `retry-after` (in seconds) and `retry-after-ms`; none unless the server is at a limit."""
     if not isinstance(error, CapacityError):
@@ -49,26 +44,20 @@ def retry_headers_of(error: BaseException) -> dict[str, str]:
     return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
 
 
-def _field_of(error: BaseException) -> str | None:
-    """Return the field that an exception is about: the beginning of its message; None if it is about no field."""
-    name, separator, _ = str(error).partition(": ")
-    is_field = bool(separator) and _may_be_read(error) and " " not in name.replace(", ", "")
-    return name if is_field else None
-
-
 def message_and_field(error: BaseException, names: Mapping[str, str]) -> tuple[str, str | None]:
     """Return what a client may read about an exception, and the field that it is about, named as in the API.
+
+    The field is the beginning of the message; None if the exception is about no field.
 
     Args:
         error: the exception.
         names: the names of fields in the API, by their names in messages of this server.
     """
-    message, field = _message_of(error), _field_of(error)
-    if field is None:
+    if not isinstance(error, RadixKVError) or http_status_of(error) == 500:  # its text may contain data of others
+        return "internal error; the server's log has the cause", None
+    message = str(error)
+    field, separator, _ = message.partition(": ")
+    if not separator or " " in field.replace(", ", ""):
         return message, None
     name = renamed_fields(field, names)
     return name + message[len(field) :], name
-
-
-def _may_be_read(error: BaseException) -> bool:
-    return isinstance(error, RadixKVError) and http_status_of(error) != 500

@@ -5,26 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from radixkv.service.http.completions import RETENTION_PRIORITY, CompletionChunk
+from radixkv.service.http.completions import CompletionChunk
 from radixkv.service.server.calls import Context
 from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import PrefillRequest
 
-# Returns the token ids of messages, without a generation prompt.
-Encode = Callable[[Sequence[Mapping[str, Any]]], Sequence[int]]
-
-
-class Retain(Protocol):
-    """Retains a range for some time; see `CacheServicer.Retain`."""
-
-    def __call__(self, request: RetainRequest, context: Context) -> Awaitable[object]:
-        """Retain the range."""
-        ...
-
+# The priority with which a request retains its prompt for some time, above the default of 50.
+RETENTION_PRIORITY = 75
 
 _INSTRUCTIONS = ("system", "developer")
+
+# Returns the token ids of messages, without a generation prompt.
+Encode = Callable[[Sequence[Mapping[str, Any]]], Sequence[int]]
+# Retains a range for some time; see `CacheServicer.Retain`.
+Retain = Callable[[RetainRequest, Context], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True)

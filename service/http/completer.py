@@ -9,9 +9,10 @@ from typing import Protocol
 from radixkv.api.limits import Limits
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.breakpoints import Retain, RetainedRange, retained_chunks
-from radixkv.service.http.completions import CompletionChunk, Servicer, text_chunks
+from radixkv.service.http.completions import CompletionChunk, text_chunks
 from radixkv.service.http.prompts import PromptEncoder
 from radixkv.service.http.tools import EncodedChat
+from radixkv.service.server.servicers.prefill import PrefillServicer
 from radixkv.service.text.answer_format import AnswerFormat
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.prefill_pb2 import GenerateRequest, ProbeRequest
@@ -38,7 +39,7 @@ class Completer:
         encoder, limits: the arguments.
     """
 
-    def __init__(self, servicer: Servicer, retain: Retain, encoder: PromptEncoder, limits: Limits) -> None:
+    def __init__(self, servicer: PrefillServicer, retain: Retain, encoder: PromptEncoder, limits: Limits) -> None:
         self.encoder = encoder
         self.limits = limits
         self._servicer = servicer

@@ -4,45 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from radixkv.service.http.explanation_object import explanation_object
-from radixkv.service.http.sessions import hint_objects
 from radixkv.service.server.calls import Context
 from radixkv.service.text.answer_text import AnswerText
 from radixkv.service.text.tokenizer import Tokenizer
-from radixkv.v1.explain_pb2 import ExplainResponse
+from radixkv.v1.explain_pb2 import Difference, DifferenceKind, Excerpt, ExplainResponse
+from radixkv.v1.hints_pb2 import HintOutcome, HintStatus
 from radixkv.v1.prefill_pb2 import (
     FinishReason,
     GenerateRequest,
     GenerateResponse,
     MissReason,
-    PrefillRequest,
     PrefillResponse,
-    ProbeRequest,
-    ProbeResponse,
 )
 
-# The priority with which a request retains its prompt for some time, above the default of 50.
-RETENTION_PRIORITY = 75
-
-
-class Servicer(Protocol):
-    """Generates completions; see `PrefillServicer`."""
-
-    async def Prefill(self, request: PrefillRequest, context: Context) -> PrefillResponse:  # noqa: N802
-        """Compute and cache a prompt."""
-        ...
-
-    async def Probe(self, request: ProbeRequest, context: Context) -> ProbeResponse:  # noqa: N802
-        """Return what a prefill of a prompt would reuse."""
-        ...
-
-    def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse | bytes]:  # noqa: N802
-        """Generate the completions of a prompt."""
-        ...
+if TYPE_CHECKING:  # `radixkv doctor` reads requests without a server
+    from radixkv.service.server.servicers.prefill import PrefillServicer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +57,10 @@ class CompletionChunk:
         `kv_hints` contains the outcomes of the hints, and `explanation` says where the prompt diverges from what was
         cached.
         """
-        outcomes = hint_objects(self.response)
+        outcomes = [_hint_object(each) for each in self.response.hints]
         added: dict[str, Any] = {"kv_hints": outcomes} if outcomes else {}
         if self.response.HasField("explanation"):
-            added["explanation"] = explanation_object(self.response.explanation)
+            added["explanation"] = _explanation_object(self.response.explanation)
         return added
 
     @property
@@ -90,7 +70,7 @@ class CompletionChunk:
 
 
 async def text_chunks(
-    servicer: Servicer,
+    servicer: PrefillServicer,
     request: GenerateRequest,
     call: Context,
     tokenizer: Tokenizer,
@@ -204,3 +184,49 @@ def _without_tokens(prefill_response: PrefillResponse, index: int) -> GenerateRe
         hints=() if index else prefill_response.hints,
         explanation=None if index or not prefill_response.HasField("explanation") else prefill_response.explanation,
     )
+
+
+def _hint_object(outcome: HintOutcome) -> dict[str, Any]:
+    return {
+        "action_id": outcome.action_id,
+        "status": HintStatus.Name(outcome.status).removeprefix("HINT_").lower(),
+        "reason": outcome.reason or None,
+        "tokens": outcome.tokens,
+    }
+
+
+def _explanation_object(explanation: ExplainResponse) -> dict[str, Any]:
+    """Return the explanation of a prompt as a JSON object, with the field names of `ExplainResponse`.
+
+    The fields `segment`, `different_tokens` and those with token ids are left out.
+    """
+    difference = explanation.difference if explanation.HasField("difference") else None
+    return {
+        "prompt_tokens": explanation.prompt_tokens,
+        "cached_tokens": explanation.cached_tokens,
+        "miss_reason": MissReason.Name(explanation.miss_reason).lower(),
+        "left_at_token": explanation.left_at_token,
+        "computed_tokens": explanation.computed_tokens,
+        "computed_s": explanation.computed_s if explanation.HasField("computed_s") else None,
+        "difference": None if difference is None else _difference_object(difference),
+    }
+
+
+def _difference_object(difference: Difference) -> dict[str, Any]:
+    optional = {
+        name: getattr(difference, name) if difference.HasField(name) else None
+        for name in ("prompt_span_tokens", "branch_span_tokens", "lost_s")
+    }
+    return {
+        "kind": DifferenceKind.Name(difference.kind).lower(),
+        "before_text": difference.before_text,
+        "prompt": _excerpt_object(difference.prompt),
+        "branch": _excerpt_object(difference.branch) if difference.HasField("branch") else None,
+        "lost_tokens": difference.lost_tokens,
+        "idle_s": difference.idle_s,
+        **optional,
+    }
+
+
+def _excerpt_object(excerpt: Excerpt) -> dict[str, Any]:
+    return {"different_text": excerpt.different_text, "equal_text": excerpt.equal_text}

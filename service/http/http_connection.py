@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
-from typing import Any
 
 from aiohttp import StreamReader, web
 
 from radixkv.errors import InvalidRequest
+from radixkv.service.http.api_request import id_headers
+from radixkv.service.http.openai_responses import error_object
+from radixkv.service.server.servicers.messages import new_request_id
 
-_MAX_HEAD_BYTES = 65_536
+_MAX_HEADER_BYTES = 16_384  # of the request line, and of each header
+_MAX_HEAD_BYTES = 65_536  # of all headers of a request together
 _END_OF_HEAD = b"\r\n\r\n"
 _MAX_PARTIAL_END_BYTES = len(_END_OF_HEAD) - 1
-_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n"
-)
+
+# aiohttp would log a traceback for every malformed request. `HttpPort` logs exceptions of handlers itself.
+_silent_logger = logging.Logger("aiohttp", logging.CRITICAL + 1)
 
 # Returns the response to a request that failed.
 Failure = Callable[[web.BaseRequest, Exception], web.Response]
@@ -35,19 +38,21 @@ class HttpConnection(web.RequestHandler):
     Args:
         server: the server that the connection belongs to.
         failure: returns the response to a request that failed.
-        max_header_bytes: maximum size of the request line, and of each header.
-        options: further arguments of `web.RequestHandler`.
+        idle_s: seconds after a response within which the next request must arrive.
     """
 
     __slots__ = ("_content", "_failure", "_has_head", "_last_bytes", "_num_head_bytes")
 
-    def __init__(self, server: web.Server, failure: Failure, max_header_bytes: int, **options: Any) -> None:
+    def __init__(self, server: web.Server, failure: Failure, idle_s: float) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
-            max_line_size=max_header_bytes,
-            max_field_size=max_header_bytes,
-            **options,
+            max_line_size=_MAX_HEADER_BYTES,
+            max_field_size=_MAX_HEADER_BYTES,
+            access_log=None,  # type: ignore[arg-type]  # the annotation lacks None, for no log
+            logger=_silent_logger,
+            keepalive_timeout=idle_s,
+            auto_decompress=False,
         )
         self._failure = failure
         self._has_head = False  # whether all headers of the current request have arrived
@@ -81,9 +86,16 @@ class HttpConnection(web.RequestHandler):
         if self.transport is None:
             return
         message = f"request: expected headers of at most {_MAX_HEAD_BYTES} bytes together, got more"
-        error = {"type": "invalid_request_error", "message": message, "param": None, "code": None}
-        body = json.dumps({"type": "error", "error": error}).encode()
-        self.transport.write(_TOO_LARGE % len(body) + body)
+        body = json.dumps({"type": "error", **error_object(message, 431)})  # has the fields of both APIs
+        headers = {
+            "content-type": "application/json",
+            "connection": "close",
+            "content-length": len(body),
+            **id_headers(new_request_id()),
+        }
+        lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
+        status_line = "HTTP/1.1 431 Request Header Fields Too Large\r\n"
+        self.transport.write(f"{status_line}{''.join(lines)}\r\n{body}".encode())
         self.force_close()
 
     def handle_error(
@@ -99,7 +111,7 @@ class HttpConnection(web.RequestHandler):
             ConnectionError: a part of a response was sent before.
         """
         super().handle_error(request, status, exc, message)  # raises, or returns plain text
-        error = exc if status >= 500 and isinstance(exc, Exception) else _not_http(self.max_field_size)
+        error = exc if status >= 500 and isinstance(exc, Exception) else _not_http()
         response = self._failure(request, error)
         response.force_close()
         return response
@@ -113,8 +125,8 @@ class HttpConnection(web.RequestHandler):
         return await super().finish_response(request, resp, start_time)
 
 
-def _not_http(max_header_bytes: int) -> NotHttp:
+def _not_http() -> NotHttp:
     return NotHttp(
-        f"request: expected HTTP/1.1, with a request line and headers of at most {max_header_bytes} bytes each, got "
+        f"request: expected HTTP/1.1, with a request line and headers of at most {_MAX_HEADER_BYTES} bytes each, got "
         "something else"
     )

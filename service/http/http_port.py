@@ -19,7 +19,6 @@ from radixkv.service.http.api_errors import http_status_of, retry_headers_of
 from radixkv.service.http.api_request import ApiRequest, id_headers, is_anthropic_request
 from radixkv.service.http.breakpoints import Retain
 from radixkv.service.http.completer import Completer
-from radixkv.service.http.completions import Servicer
 from radixkv.service.http.connections import Connections
 from radixkv.service.http.http_call import context_of
 from radixkv.service.http.http_connection import HttpConnection, NotHttp
@@ -41,6 +40,7 @@ from radixkv.service.server.page.page import Page
 from radixkv.service.server.receive.grpc_options import max_message_bytes
 from radixkv.service.server.receive.receiver import InFlightCall, Receiver
 from radixkv.service.server.servicers.messages import new_request_id
+from radixkv.service.server.servicers.prefill import PrefillServicer
 
 Answer = Callable[[ApiRequest, Fields], Awaitable[web.StreamResponse]]
 
@@ -55,13 +55,10 @@ _ACCEPTED_AT_ONCE = 64  # connections that are accepted before other tasks of th
 # The buffer of the system, per connection; Linux would let it grow to megabytes for an unread response.
 _SEND_BUFFER_BYTES = 65_536
 _TLS_HANDSHAKE_S = 10.0
-_MAX_HEADER_BYTES = 16_384
 _SHUTDOWN_S = 1.0  # for responses that were written to reach their clients, after a drain
 _ACCEPT_PAUSE_S = 0.1  # after the system refuses to accept a connection
 
 _logger = logging.getLogger(__name__)
-# aiohttp would log a traceback for every malformed request. `HttpPort` logs exceptions of handlers itself.
-_silent_logger = logging.Logger("aiohttp", logging.CRITICAL + 1)
 
 
 class HttpPort:
@@ -92,7 +89,7 @@ class HttpPort:
         self,
         config: ServerConfig,
         limits: Limits,
-        servicer: Servicer,
+        servicer: PrefillServicer,
         retain: Retain,
         tokenizer: ModelTokenizer,
         authorizer: Authorizer,
@@ -229,15 +226,7 @@ class HttpPort:
     def _new_connection(self) -> HttpConnection:
         server = self._runner.server
         assert server is not None, "the runner is set up"
-        return HttpConnection(
-            server,
-            self._failure_response,
-            _MAX_HEADER_BYTES,
-            access_log=None,
-            logger=_silent_logger,
-            keepalive_timeout=self._config.connection_idle_s,
-            auto_decompress=False,
-        )
+        return HttpConnection(server, self._failure_response, self._config.connection_idle_s)
 
     @web.middleware
     async def _middleware(

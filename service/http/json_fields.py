@@ -25,11 +25,14 @@ class Fields:
     Args:
         values: the object.
         place: the path of the object in the request, for messages; empty for the request itself.
+
+    Attributes:
+        place: the argument `place`.
     """
 
     def __init__(self, values: Mapping[str, Any], place: str = "") -> None:
         self._values = {name: value for name, value in values.items() if value is not None}
-        self._place = place
+        self.place = place
         self._unread = dict.fromkeys(self._values)
 
     @classmethod
@@ -48,7 +51,7 @@ class Fields:
 
     def path_of(self, name: str) -> str:
         """Return the path of a field in the request."""
-        return f"{self._place}.{name}" if self._place else name
+        return f"{self.place}.{name}" if self.place else name
 
     def any(self, name: str) -> Any:
         """Return a field of any type; None if it is absent."""

@@ -69,7 +69,7 @@ class OpenAIApi:
         prompt, options = read_chat(fields)
         tenant = request.hold(options.generate)
         chat = (await self._completer.encode(request, prompt)).constrain(options.generate)
-        body_format = _PartsChatFormat(chat, prompt.has_reasoning) if chat.has_parts else _ChatFormat()
+        body_format = _ChatFormat(chat, prompt.has_reasoning)
         generate = self._completer.with_prompt(options.generate, chat.token_ids, options.model, tenant)
         return await self._answer(request, options, body_format, [generate], chat.ranges)
 
@@ -90,7 +90,7 @@ class OpenAIApi:
         self,
         request: ApiRequest,
         options: CompletionOptions,
-        body_format: _ChatFormat,
+        body_format: _ChatFormat | _CompletionFormat,
         requests: Sequence[GenerateRequest],
         ranges: Sequence[RetainedRange] = (),
     ) -> web.StreamResponse:
@@ -131,6 +131,10 @@ class _Choice:
 class _ChatFormat:
     """The format of a chat completion.
 
+    Args:
+        chat: the conversation.
+        has_reasoning: whether the response contains the reasoning.
+
     Attributes:
         object, chunk_object: the type of a whole response, and the type of a chunk of a streamed one.
         id_prefix: the beginning of the id of a response.
@@ -141,59 +145,20 @@ class _ChatFormat:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
-    shown_tags: Mapping[int, str] = {}
-    num_reasoning_tokens: int | None = None
-
-    def parts(self, index: int, chunk: CompletionChunk) -> list[AnswerPart]:
-        """Return the new parts of a completion."""
-        return [chunk.text] if chunk.text else []
-
-    def choice(self, index: int, choice: _Choice, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """Return a whole completion."""
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": _text_of(choice.parts), "refusal": None},
-            "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
-        }
-
-    def delta(self, parts: Sequence[AnswerPart], *, is_first: bool) -> dict[str, Any]:
-        """Return the new text of a completion in a chunk."""
-        text = _text_of(parts)
-        if is_first:
-            return {"role": "assistant", "content": text}
-        return {"content": text} if text else {}
-
-    def chunk_choice(
-        self, index: int, parts: Sequence[AnswerPart], logprobs: Any, reason: str | None, *, is_first: bool
-    ) -> dict[str, Any]:
-        """Return the choice of a chunk."""
-        delta = self.delta(parts, is_first=is_first)
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-
-    def logprobs(self, rows: Sequence[tuple[int, TokenLogprobs]], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
-        """Return the log probabilities of tokens."""
-        return chat_logprobs(rows, tokenizer)
-
-
-class _PartsChatFormat(_ChatFormat):
-    """The format of a chat completion that may contain reasoning and tool calls.
-
-    Args:
-        chat: the conversation.
-        has_reasoning: whether the response contains the reasoning.
-    """
 
     def __init__(self, chat: EncodedChat, has_reasoning: bool) -> None:
-        self.shown_tags = chat.shown_tags
-        self.num_reasoning_tokens = None if chat.form.reasoning is None else 0
+        self.shown_tags: Mapping[int, str] = chat.shown_tags
+        self.num_reasoning_tokens = 0 if chat.has_parts and chat.form.reasoning is not None else None
         self._chat = chat
+        self._has_parts = chat.has_parts
         self._has_reasoning = has_reasoning
         self._answers: dict[int, AnswerParts] = {}
         self._num_calls: Counter[int] = Counter()  # calls that were written, by completion
 
     def parts(self, index: int, chunk: CompletionChunk) -> list[AnswerPart]:
         """Return the new parts of a completion."""
+        if not self._has_parts:
+            return [chunk.text] if chunk.text else []
         if index not in self._answers:
             self._answers[index] = self._chat.answer_parts()
         answer = self._answers[index]
@@ -217,24 +182,27 @@ class _PartsChatFormat(_ChatFormat):
             "finish_reason": self._finish_reason(index, choice.finish_reason),
         }
 
-    def delta(self, parts: Sequence[AnswerPart], *, is_first: bool) -> dict[str, Any]:
-        """Return the new text or reasoning of a completion in a chunk."""
-        delta: dict[str, Any] = {"role": "assistant", "content": None} if is_first else {}
-        text = _text_of(parts)
-        if text:
-            delta["content"] = text
-        return delta | _reasoning_fields(parts)
-
     def chunk_choice(
         self, index: int, parts: Sequence[AnswerPart], logprobs: Any, reason: str | None, *, is_first: bool
     ) -> dict[str, Any]:
         """Return the choice of a chunk. A call is in one chunk, as soon as it is complete."""
-        delta = self.delta(parts, is_first=is_first)
-        calls = self._calls(index, parts)
-        if calls:
-            delta["tool_calls"] = calls
-        reason = self._finish_reason(index, reason)
+        delta: dict[str, Any] = {}
+        if is_first:
+            delta = {"role": "assistant", "content": None if self._has_parts else ""}
+        text = _text_of(parts)
+        if text:
+            delta["content"] = text
+        if self._has_parts:
+            delta |= _reasoning_fields(parts)
+            calls = self._calls(index, parts)
+            if calls:
+                delta["tool_calls"] = calls
+            reason = self._finish_reason(index, reason)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, rows: Sequence[tuple[int, TokenLogprobs]], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
+        """Return the log probabilities of tokens."""
+        return chat_logprobs(rows, tokenizer)
 
     def _calls(self, index: int, parts: Sequence[AnswerPart]) -> list[dict[str, Any]]:
         """Return the calls among new parts of a completion, and count them."""
@@ -267,11 +235,17 @@ def _call_object(call: ToolCall, index: int) -> dict[str, Any]:
     }
 
 
-class _CompletionFormat(_ChatFormat):
-    """The format of a completion of `/v1/completions`."""
+class _CompletionFormat:
+    """The format of a completion of `/v1/completions`; see `_ChatFormat`."""
 
     object = chunk_object = "text_completion"
     id_prefix = "cmpl-"
+    shown_tags: Mapping[int, str] = {}
+    num_reasoning_tokens = None
+
+    def parts(self, index: int, chunk: CompletionChunk) -> list[AnswerPart]:
+        """Return the new parts of a completion."""
+        return [chunk.text] if chunk.text else []
 
     def choice(self, index: int, choice: _Choice, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """Return a whole completion."""
@@ -309,7 +283,7 @@ class _ResponseWriter:
         request: ApiRequest,
         options: CompletionOptions,
         tokenizer: Tokenizer,
-        body_format: _ChatFormat,
+        body_format: _ChatFormat | _CompletionFormat,
         model: str,
     ) -> None:
         self._request = request

@@ -6,6 +6,8 @@ the answer and that this server does not support is refused by name.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +23,7 @@ from radixkv.api.sampling import (
     NUM_SEEDS,
 )
 from radixkv.errors import InvalidRequest
-from radixkv.service.http.breakpoints import Breakpoint
-from radixkv.service.http.completions import RETENTION_PRIORITY
-from radixkv.service.http.documents import read_file
+from radixkv.service.http.breakpoints import RETENTION_PRIORITY, Breakpoint
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.sessions import read_session
 from radixkv.service.http.tools import EncodedChat, Tools, reasoning_variables
@@ -251,6 +251,31 @@ class _MessageParts:
         return template_parts
 
 
+def read_file(file: Fields) -> dict[str, Any]:
+    """Read the file of a content part, which must be text in a data URL.
+
+    Returns:
+        A document for the chat template: `title` and `text`.
+
+    Raises:
+        InvalidRequest: the message names the field.
+    """
+    file.require_neutral("this server stores no files; send file_data", file_id=())
+    file.require_neutral("this server loads no files; send file_data", file_url=())
+    title = file.text("filename", "") or ""
+    place = file.path_of("file_data")
+    media_type, comma, encoded = (file.text("file_data") or "").partition(",")
+    if not (comma and media_type.startswith("data:text/") and media_type.endswith(";base64")):
+        raise InvalidRequest(
+            f"{place}: expected text as data:text/plain;base64,..., since models are served for text only, got "
+            "another value"
+        )
+    try:
+        return {"title": title, "text": base64.b64decode(encoded, validate=True).decode()}
+    except (binascii.Error, UnicodeDecodeError):  # the message would contain a part of the file
+        raise InvalidRequest(f"{place}: expected text in UTF-8, encoded as base64, got something else") from None
+
+
 def read_breakpoint(value: object, place: str) -> int | None:
     """Return the time to live of a `prompt_cache_breakpoint` in seconds; None if it has no `ttl`.
 
@@ -267,49 +292,44 @@ def read_breakpoint(value: object, place: str) -> int | None:
 def _read_tools(fields: Fields) -> Tools:
     definitions = fields.items("tools")
     for index, value in enumerate(definitions):
-        place = f"tools[{index}]"
-        tool = Fields.of(value, place)
+        tool = Fields.of(value, f"tools[{index}]")
         tool.one_of("type", ("function",), "function")
-        function = tool.inner("function")
-        if function is None or not function.text("name"):
-            raise InvalidRequest(f"{place}.function.name: expected a name, got nothing")
+        function = _function_of(tool)
         if not isinstance(function.any("parameters"), dict | None):
-            raise InvalidRequest(f"{place}.function.parameters: expected a JSON schema, got another value")
+            raise InvalidRequest(f"{function.path_of('parameters')}: expected a JSON schema, got another value")
         function.flag("strict")
         tool.require_no_others()
-
-    choice = fields.any("tool_choice")
-    forced = allowed = None
-    if isinstance(choice, dict):
-        chosen = Fields(choice, "tool_choice")
-        if chosen.one_of("type", ("function", "allowed_tools"), "function") == "function":
-            forced, choice = _name_of_function(chosen), "required"
-        else:
-            subset = Fields.of(chosen.any("allowed_tools"), "tool_choice.allowed_tools")
-            choice = subset.one_of("mode", ("auto", "required"), "auto")
-            place = "tool_choice.allowed_tools.tools"
-            allowed = [
-                _name_of_function(Fields.of(each, f"{place}[{index}]"))
-                for index, each in enumerate(subset.items("tools"))
-            ]
-    elif choice not in (None, "none", "auto", "required"):
-        raise InvalidRequest("tool_choice: expected none, auto, required or a function, got another value")
-
+    choice, forced, allowed = _read_tool_choice(fields)
     is_parallel = fields.flag("parallel_tool_calls", default=True)
     if not definitions:
         if choice == "required":
             raise InvalidRequest("tool_choice: expected tools to choose from, got none")
         return Tools()
-    return Tools(definitions, choice or "auto", forced, allowed, is_parallel)
+    return Tools(definitions, choice, forced, allowed, is_parallel)
 
 
-def _name_of_function(chosen: Fields) -> str:
-    """Return the name in a reference to a function."""
-    function = chosen.inner("function")
-    name = None if function is None else function.text("name")
-    if not name:
-        raise InvalidRequest(f"{chosen.path_of('function')}.name: expected a name, got nothing")
-    return name
+def _read_tool_choice(fields: Fields) -> tuple[str, str | None, list[str] | None]:
+    """Return the choice, the tool that must be called, and the tools that may be called; see `Tools`."""
+    choice = fields.any("tool_choice")
+    if not isinstance(choice, dict):
+        if choice not in (None, "none", "auto", "required"):
+            raise InvalidRequest("tool_choice: expected none, auto, required or a function, got another value")
+        return choice or "auto", None, None
+    chosen = Fields(choice, "tool_choice")
+    if chosen.one_of("type", ("function", "allowed_tools"), "function") == "function":
+        return "required", _function_of(chosen).any("name"), None
+    subset = Fields.of(chosen.any("allowed_tools"), "tool_choice.allowed_tools")
+    mode = subset.one_of("mode", ("auto", "required"), "auto")
+    tools = [Fields.of(each, f"{subset.path_of('tools')}[{index}]") for index, each in enumerate(subset.items("tools"))]
+    return mode, None, [_function_of(each).any("name") for each in tools]
+
+
+def _function_of(tool: Fields) -> Fields:
+    """Return the function in a tool or in a reference to one. It has a name."""
+    function = tool.inner("function")
+    if function is None or not function.text("name"):
+        raise InvalidRequest(f"{tool.path_of('function')}.name: expected a name, got nothing")
+    return function
 
 
 def _read_prompts(fields: Fields) -> list[str | list[Any]]:

@@ -17,10 +17,9 @@ from radixkv.service.field_names import prompt_field_names
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.completer import Completer
 from radixkv.service.http.completions import CompletionChunk
-from radixkv.service.http.documents import read_file
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
-from radixkv.service.http.openai_requests import ChatPrompt, CompletionOptions, read_breakpoint, read_chat
+from radixkv.service.http.openai_requests import ChatPrompt, CompletionOptions, read_breakpoint, read_chat, read_file
 from radixkv.service.http.openai_responses import cached_by_tier
 from radixkv.service.http.tools import EncodedChat, Tools
 from radixkv.service.text.answer_format import AnswerPart, Reasoning
@@ -110,18 +109,18 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     if not isinstance(items, list) or not items:
         raise InvalidRequest("input: expected text or a list of items, got another value")
     for index, value in enumerate(items):
-        _add_item(messages, Fields.of(value, f"input[{index}]"), f"input[{index}]")
+        _add_item(messages, Fields.of(value, f"input[{index}]"))
     return messages
 
 
-def _add_item(messages: list[dict[str, Any]], item: Fields, place: str) -> None:
+def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
     """Add an item of the input: a message, a call of a tool, the result of a call, or earlier reasoning."""
     kind = item.text("type", "message")
     item.ignore("id", "status", "phase")
     if kind == "message":
         role = item.one_of("role", ("user", "assistant", "system", "developer"), "user")
         role = "system" if role == "developer" else role
-        content = _content(item.any("content"), f"{place}.content")
+        content = _content(item.any("content"), item.path_of("content"))
         if role == "assistant" and _is_reasoning_only(messages):
             messages[-1]["content"] = content
         else:
@@ -133,7 +132,7 @@ def _add_item(messages: list[dict[str, Any]], item: Fields, place: str) -> None:
         calls = messages[-1].setdefault("tool_calls", [])
         calls.append({"id": item.text("call_id", ""), "type": "function", "function": call})
     elif kind == "function_call_output":
-        output = _content(item.any("output"), f"{place}.output")
+        output = _content(item.any("output"), item.path_of("output"))
         messages.append({"role": "tool", "tool_call_id": item.text("call_id", ""), "content": output})
     elif kind == "reasoning":
         item.ignore("encrypted_content")
@@ -143,18 +142,16 @@ def _add_item(messages: list[dict[str, Any]], item: Fields, place: str) -> None:
             messages.append({"role": "assistant", "content": None, "reasoning_content": text})
     else:
         raise InvalidRequest(
-            f"{place}.type: expected message, function_call, function_call_output or reasoning, got another type"
+            f"{item.path_of('type')}: expected message, function_call, function_call_output or reasoning, got another "
+            "type"
         )
     item.require_no_others()
 
 
 def _is_reasoning_only(messages: list[dict[str, Any]]) -> bool:
     """Return whether the last message has reasoning, and nothing else so far."""
-    return (
-        bool(messages)
-        and messages[-1].keys() == {"role", "content", "reasoning_content"}
-        and (messages[-1]["content"] is None)
-    )
+    last = messages[-1] if messages else {}
+    return last.keys() == {"role", "content", "reasoning_content"} and last["content"] is None
 
 
 def _part_texts(item: Fields, name: str) -> list[str]:
@@ -182,8 +179,8 @@ def _content(content: Any, place: str) -> Any:
             parts.append({"type": "text", "text": part.text("text", "")})
         else:
             raise InvalidRequest(
-                f"{place}[{index}].type: expected input_text or input_file, since models are served for text only, got "
-                "another type"
+                f"{part.path_of('type')}: expected input_text or input_file, since models are served for text only, "
+                "got another type"
             )
         control = part.any("prompt_cache_breakpoint")
         if control is not None:

@@ -1,17 +1,15 @@
-"""Sessions and hints in HTTP requests: which session a request belongs to, and what its hints did."""
+"""Sessions and hints in HTTP requests: which session a request belongs to, and what it says about future use."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from google.protobuf.json_format import ParseDict, ParseError
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.json_fields import Fields
-from radixkv.v1.hints_pb2 import HintOutcome, HintStatus
-from radixkv.v1.prefill_pb2 import GenerateResponse, PrefillRequest
+from radixkv.v1.prefill_pb2 import PrefillRequest
 
 # Headers in which clients name a session: any client, Claude Code, and Codex.
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session_id")
@@ -57,17 +55,3 @@ def session_of_user(metadata: object) -> str:
         return ""
     session = fields.get("session_id") if isinstance(fields, dict) else None
     return session if isinstance(session, str) else ""
-
-
-def hint_objects(response: GenerateResponse) -> list[dict[str, Any]]:
-    """Return the outcomes of the hints of a request, which its last response contains."""
-    return [_hint_object(each) for each in response.hints]
-
-
-def _hint_object(outcome: HintOutcome) -> dict[str, Any]:
-    return {
-        "action_id": outcome.action_id,
-        "status": HintStatus.Name(outcome.status).removeprefix("HINT_").lower(),
-        "reason": outcome.reason or None,
-        "tokens": outcome.tokens,
-    }

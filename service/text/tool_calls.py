@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixkv.service.text.tool_formats import ToolFormat
-from radixkv.service.text.value_end import ValueEnd
 
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 _MAX_HEADER_CHARS = 512  # between the beginning of a call and its arguments
@@ -30,6 +29,15 @@ _SPACE = re.compile(r"\s*")
 _KEY = re.compile(r"([{,]\s*)([\w.$-]+)\s*:")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|(.))", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "'": "'", '"': '"', "/": "/", "\n": ""}
+
+_MAX_DEPTH = 128  # of nested brackets in a value
+_CLOSING = {"{": "}", "[": "]", "(": ")"}
+# Characters outside of strings that are no brackets, by the characters that enclose strings.
+_PLAIN = {
+    '"': re.compile(r"[\w\s.,:+-]*"),
+    "\"'": re.compile(r"[\w\s.,:+=-]*"),
+}
+_IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +215,7 @@ class _CallReader:
         self._matching: list[_Variant] = []  # the variants that the text may follow; empty if not known yet
         self._start = 0  # end of `begin` of these variants
         self._header: re.Match[str] | None = None  # the text before the arguments, if the name comes first
-        self._value: ValueEnd | None = None  # searches for the end of the arguments, or of the object or list with them
+        self._value: _ValueEnd | None = None  # finds the end of the arguments, or of the object or list with them
         self._value_start = 0
         self._num_searched = 0  # the end of the call does not begin before this position
 
@@ -278,7 +286,7 @@ class _CallReader:
                 raise ValueError("there is no name")
         self._matching = matching
         self._value_start = at
-        self._value = ValueEnd(at, "\"'" if matching[0].is_python else '"')
+        self._value = _ValueEnd(at, "\"'" if matching[0].is_python else '"')
         return True
 
     def _find_end(self, text: str, at: int, *, is_last: bool) -> int | None:
@@ -360,6 +368,62 @@ class _CallReader:
             at = argument.end()
         _require_unicode(arguments)
         return last_line_start + len(variant.last_line), [ToolCall(header["name"], arguments)]
+
+
+class _ValueEnd:
+    """Finds the end of an object or list that arrives in pieces. Each character is read once.
+
+    >>> end = _ValueEnd(0)
+    >>> end.find('{"a": "}'), end.find('{"a": "}", "b": []} and more')
+    (None, 19)
+
+    Args:
+        start: where the value begins in the text.
+        quotes: characters that enclose strings: `"`, or `"'` in Python's notation.
+    """
+
+    def __init__(self, start: int, quotes: str = '"') -> None:
+        self._position = start
+        self._quotes = quotes
+        self._plain = _PLAIN[quotes]
+        self._quote = ""  # the quote that ends the string at this position; empty outside of strings
+        self._closing: list[str] = []  # the closing brackets of the brackets that are open
+        self._end: int | None = None
+
+    def find(self, text: str) -> int | None:
+        """Return the end of the value; None if it is not complete.
+
+        Args:
+            text: the text so far; it begins with the text of the previous call.
+
+        Raises:
+            ValueError: the text is no value, or it is nested too deeply.
+        """
+        while self._end is None:
+            skipped = _IN_STRING[self._quote] if self._quote else self._plain
+            match = skipped.match(text, self._position)
+            assert match is not None, "the pattern matches the empty text as well"
+            self._position = match.end()
+            is_escape = bool(self._quote) and text.startswith("\\", self._position)
+            num_chars = 2 if is_escape else 1
+            if len(text) - self._position < num_chars:
+                return None
+            char = text[self._position]
+            self._position += num_chars
+            if self._quote:
+                if not is_escape:
+                    self._quote = ""
+            elif char in self._quotes:
+                self._quote = char
+            elif char in _CLOSING and len(self._closing) < _MAX_DEPTH:
+                self._closing.append(_CLOSING[char])
+            elif self._closing and char == self._closing[-1]:
+                self._closing.pop()
+                if not self._closing:
+                    self._end = self._position
+            else:
+                raise ValueError("not a value")
+        return self._end
 
 
 def _pattern(text: str) -> str:

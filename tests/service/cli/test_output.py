@@ -2,20 +2,8 @@ import json
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from radixkv.service.cli.output import json_of, prefill_table, purge_table, stats_table
-from radixkv.v1.cache_pb2 import (
-    BlockStats,
-    DeletedBlocks,
-    PartStats,
-    PurgeResponse,
-    ReplicaStats,
-    RequestStats,
-    StateStats,
-    StatsResponse,
-    TenantStats,
-    TierStats,
-    TokenStats,
-)
+from radixkv.service.cli.output import json_of, prefill_table
+from radixkv.v1.cache_pb2 import BlockStats, ReplicaStats, RequestStats, StatsResponse, TenantStats
 from radixkv.v1.prefill_pb2 import DIVERGED, PrefillResponse, Timing, TokenLogprob, Usage
 
 ANSWER = PrefillResponse(
@@ -96,91 +84,3 @@ def test_a_table_says_what_was_not_on_the_device():
     assert "6 tokens (75.0 %), 2 from host memory, 3 from shared stores\n" in prefill_table(
         PrefillResponse(usage=usage)
     )
-
-
-def test_a_stats_table_shows_every_number():
-    stats = StatsResponse(
-        model="m",
-        device="d",
-        uptime_s=101.0,
-        block_size=102,
-        blocks=BlockStats(
-            total=103, free=104, leased=105, published=106, pinned=107, retained=117, retainable=118, on_probation=123
-        ),
-        requests=RequestStats(waiting=108, running=109, following=122, finished=110, failed=111, cancelled=112),
-        tokens=TokenStats(prompt=400, cached=114, computed=115, written=116),
-        namespaces=117,
-        segments=118,
-        held_leases=119,
-        evicted_blocks=120,
-        evicted_probation_blocks=124,
-        block_bytes=121,
-        kv_dtype="k8v4",
-        model_fingerprint="0a1b2c",
-    )
-    table = stats_table(stats)
-    assert "0a1b2c" in table
-    for number in (*range(101, 113), 400, *range(114, 125)):  # all numbers above
-        assert str(number) in table, number
-    assert "(28.5 %)" in table  # 114 of 400 prompt tokens are cached
-    assert "121 bytes each, k8v4" in table
-
-
-def test_a_stats_table_shows_snapshots_where_there_are_states():
-    stats = StatsResponse(requests=RequestStats())
-    assert "snapshots" not in stats_table(stats)
-    stats.states.CopyFrom(StateStats(snapshots=301, max_snapshots=302, given_up_snapshots=303, recomputed_tokens=304))
-    table = stats_table(stats)
-    assert "301 of at most 302" in table
-    for number in (303, 304):
-        assert str(number) in table, number
-
-
-def test_a_stats_table_shows_parts_where_windowed_layers_have_a_pool():
-    stats = StatsResponse(requests=RequestStats())
-    assert "windowed" not in stats_table(stats)
-    stats.parts.CopyFrom(PartStats(free=301, needed=302, kept=303, given_up=304, shortened_hits=305, lost_tokens=306))
-    table = stats_table(stats)
-    assert "302 needed, 303 kept, 301 free" in table
-    assert "305, by 306 tokens" in table
-    assert "304" in table
-
-
-def test_a_stats_table_shows_each_tier_and_whether_it_works():
-    stats = StatsResponse()
-    stats.tiers.add(tier="host", is_working=True, blocks=201, used_bytes=202, loaded_blocks=203, missed_blocks=204)
-    stats.tiers.add(tier="disk", saved_blocks=205)
-    host, disk = (line for line in stats_table(stats).splitlines() if line.startswith("tier "))
-    assert host.split(maxsplit=2)[2] == "201 blocks, 202 bytes; 203 loaded, 204 missed, 0 saved"
-    assert disk.endswith("205 saved, disabled")
-
-
-def test_a_name_cannot_control_the_terminal():
-    stats = StatsResponse()
-    stats.tenants.add(tenant="a\x1b[2J\nb")
-    stats.tenants.add(tenant="Zoë")
-    *_, first, second = stats_table(stats).splitlines()
-    assert first.startswith(r"tenant a\x1b[2J\nb ")
-    assert second.startswith("tenant Zoë ")
-
-
-def test_a_table_of_zeros_does_not_divide_by_zero():
-    assert "%" not in stats_table(StatsResponse())
-
-
-def test_a_stats_table_shows_the_tiers_below_the_device():
-    tiers = [TierStats(tier="host", is_working=True, blocks=4, used_bytes=5), TierStats(tier="redis", loaded_blocks=6)]
-    tenant = TenantStats(tenant="acme", cached_blocks=3, stored_blocks={"host": 4, "redis": 0})
-    table = stats_table(StatsResponse(tiers=tiers, tenants=[tenant]))
-    assert "4 blocks, 5 bytes; 0 loaded" in table
-    assert "6 loaded, 0 missed, 0 saved, disabled" in table
-    assert "3 blocks, 4 in host, 0 cached tokens" in table
-
-
-def test_a_purge_table_has_the_deleted_blocks_of_each_store():
-    stores = [DeletedBlocks(store="disk", blocks=0), DeletedBlocks(store="redis")]
-    lines = purge_table(PurgeResponse(freed_blocks=2, stores=stores)).splitlines()
-    assert [line.split(maxsplit=3) for line in lines[2:]] == [
-        ["deleted", "in", "disk", "0 blocks"],
-        ["deleted", "in", "redis", "not reachable; the purge will be retried"],
-    ]

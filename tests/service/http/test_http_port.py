@@ -599,19 +599,23 @@ ANTHROPIC_HEAD = b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\n"
 
 
 def test_headers_that_are_too_large_together_are_refused() -> None:
-    async def main() -> list[int]:
+    async def main() -> list[tuple[int, dict[str, str], bytes]]:
         async with port_of(FakeEngine()) as (_, port):
-            statuses = []
+            responses = []
             for num_headers in (3, 5):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(request_bytes(BODY))  # the second request of a connection has the same limit
-                statuses.append((await response_of(reader))[0])
+                responses.append(await response_of(reader))
                 writer.write(request_bytes(BODY, **{f"x{index}": "a" * 15_000 for index in range(num_headers)}))
-                statuses.append((await response_of(reader))[0])
+                responses.append(await response_of(reader))
                 writer.close()
-            return statuses
+            return responses
 
-    assert run(main()) == [200, 200, 200, 431]
+    responses = run(main())
+    assert [status for status, _, _ in responses] == [200, 200, 200, 431]
+    _, headers, data = responses[-1]
+    assert json.loads(data)["error"]["message"].startswith("request: expected headers of at most 65536 bytes together")
+    assert headers["x-request-id"] == headers["request-id"] != ""
 
 
 def test_a_large_body_is_not_counted_as_headers() -> None:

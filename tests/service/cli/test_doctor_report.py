@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from radixkv.service.cli.server_diagnosis import server_diagnosis_text
+from radixkv.service.cli.doctor_report import server_diagnosis_text
 from radixkv.v1.cache_pb2 import DiagnosedCause, DiagnoseResponse
 from tests.service.command_line import run_cli
 from tests.service.diagnosed import diagnosed_engine
