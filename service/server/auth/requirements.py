@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from radixkv.config import ServerConfig
+from radixkv.config.needed_package import require_package
 from radixkv.errors import ConfigError
 from radixkv.service.server.auth.server_auth import ServerAuth
 
@@ -82,3 +83,5 @@ def _require_dependencies(config: ServerConfig) -> None:
         raise ConfigError("server.client_ca: requires server.tls_certificate")
     if config.client_ca is not None and config.tokens_file is None:
         raise ConfigError("server.client_ca: requires server.tokens_file, which maps certificates to callers")
+    if config.client_ca is not None:
+        require_package("server.client_ca", "cryptography", "cryptography", "encryption")
