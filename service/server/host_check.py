@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable
-from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from radixkv.config import ServerConfig
 from radixkv.service.server.auth.requirements import is_on_this_machine
@@ -57,17 +55,3 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def with_host_check(app: WSGIApplication, check: HostCheck) -> WSGIApplication:
-    """Answer requests whose header `Host` is not allowed with 421, and pass on all others."""
-
-    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if check.allows(environ.get("HTTP_HOST")):
-            return app(environ, start_response)
-        text = b"the header Host of this request does not name this server; server.metrics_hosts allows more names\n"
-        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))]
-        start_response("421 Misdirected Request", headers)
-        return [] if environ["REQUEST_METHOD"] == "HEAD" else [text]
-
-    return answer
