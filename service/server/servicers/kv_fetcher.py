@@ -76,14 +76,16 @@ class KVFetcher:
     Args:
         engine: knows the blocks of a prompt, and which of them are cached.
         mailbox: delivers the engine's results.
-        sources: the servers to fetch from.
+
+    Raises:
+        ConfigError: a section `kv_sources` cannot be used.
     """
 
-    def __init__(self, engine: Engine, mailbox: Mailbox, sources: KVSources) -> None:
+    def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
         self._engine = engine
         self._mailbox = mailbox
         transfer = engine.transfer
-        self._sources = sources
+        self._sources = KVSources({} if transfer is None else transfer.sources)
         max_bytes = 0 if transfer is None else transfer.config.max_fetching_bytes
         self._held_bytes = FairShares(max_bytes // 2, "bytes of fetched K/V")
 
