@@ -241,7 +241,7 @@ class Server:
         try:
             all_finished = await asyncio.to_thread(self._engine.drain, self._config.drain_timeout_s)
             self.receiver.refuse_new()
-            all_sent = await self.receiver.in_flight.wait_for_end(max(_FLUSH_S, end_s - loop.time()))
+            all_sent = await self.receiver.wait_for_calls(max(_FLUSH_S, end_s - loop.time()))
         finally:
             await end_connections(self._ports, _FLUSH_S)
             self._ports.clear()
