@@ -11,7 +11,7 @@ import ipaddress
 import re
 
 from radixkv.config import ServerConfig
-from radixkv.service.server.auth.requirements import is_on_this_machine
+from radixkv.service.client.address import is_loopback
 
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+?))\.?(?::\d{0,5})?", re.ASCII)
 
@@ -34,7 +34,7 @@ class HostCheck:
 
     def __init__(self, config: ServerConfig) -> None:
         self._hosts = frozenset(host.strip().lower() for host in config.metrics_hosts.split(",") if host.strip())
-        self._is_local = is_on_this_machine(config.host)
+        self._is_local = is_loopback(config.host)
 
     def allows(self, header: str | None) -> bool:
         """Return whether a request with this header `Host` may be answered. Browsers always send the header."""
@@ -44,7 +44,7 @@ class HostCheck:
         if match is None:
             return False
         host = (match["ipv6"] or match["name"]).lower()
-        if is_on_this_machine(host) or host in self._hosts:
+        if is_loopback(host) or host in self._hosts:
             return True
         return not self._is_local and (not self._hosts or _is_address(host))
 
