@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -117,7 +117,7 @@ class ReplicaConnection:
 
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False
-    ) -> AsyncIterator[events_pb2.EventBatch]:
+    ) -> AsyncGenerator[events_pb2.EventBatch, None]:
         """Subscribe to the cache events of the replica, and with `stores` to those of its tiers."""
         request = events_pb2.SubscribeRequest(start_sequence_number=start_sequence_number, stores=stores)
         return AsyncResponseStream(self._events.Subscribe(request, metadata=self.metadata))
