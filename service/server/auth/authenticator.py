@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -118,6 +119,11 @@ def _names_in_certificate(auth_properties: Mapping[str, Iterable[bytes]]) -> Ite
     for property_name in _NAME_PROPERTIES:
         for name in auth_properties.get(property_name, ()):
             yield name.decode(errors="replace")
+
+
+def has_token(authorization: str, token: str) -> bool:
+    """Return whether a header `authorization` has this bearer token, in a time that reveals nothing about the token."""
+    return hmac.compare_digest(authorization.encode("utf-8", "surrogatepass"), f"Bearer {token}".encode())
 
 
 @lru_cache(maxsize=1024)
