@@ -73,7 +73,7 @@ class InFlightCall:
         self._receiver = receiver
         self._calls = calls
         self._caller = QuotaKey.of_caller(authorization.identity, self.peer)
-        self._owner: QuotaKey | None = None
+        self._owner = self._caller  # the quota key that the held bytes are charged to
         self._num_held_bytes = 0
         self._num_reserved_bytes = 0
         calls.take(self._caller, 1)
@@ -108,12 +108,11 @@ class InFlightCall:
         self._hold(num_bytes)
 
     def _release(self) -> None:
-        if self._owner is not None and self._num_held_bytes:
+        if self._num_held_bytes:
             self._receiver.held_bytes.release(self._owner, self._num_held_bytes)
             self._num_held_bytes = 0
 
     def _hold(self, num_bytes: int) -> None:
-        assert self._owner is not None, "a call holds bytes only after its request was received"
         self._receiver.held_bytes.take(self._owner, num_bytes)
         self._num_held_bytes += num_bytes
 
