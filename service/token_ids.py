@@ -120,10 +120,11 @@ def _raise_for_elements(ids: npt.NDArray[np.generic]) -> None:
 
 def length_head(field_number: int, num_bytes: int) -> bytes:
     """Return the key and the length that precede packed numbers, or a nested message, on the wire."""
-    return bytes([field_number << 3 | _LENGTH_DELIMITED]) + _varint(num_bytes)
+    return bytes([field_number << 3 | _LENGTH_DELIMITED]) + encode_varint(num_bytes)
 
 
-def _varint(number: int) -> bytes:
+def encode_varint(number: int) -> bytes:
+    """Return a number as protobuf writes it: in groups of seven bits, the lowest first."""
     groups = bytearray()
     while number > 0x7F:
         groups.append(number & 0x7F | 0x80)

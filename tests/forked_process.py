@@ -18,7 +18,6 @@ _FORKED = multiprocessing.get_context("forkserver")
 _FORKED.set_forkserver_preload(
     [
         "radixkv.service.server.metrics_port",
-        "radixkv.service.server.optional_services",
         "radixkv.service.server.server",
         "radixkv.startup.build_engine",
         "transformers.models.llama.modeling_llama",

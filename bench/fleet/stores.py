@@ -16,7 +16,7 @@ import contextlib
 import random
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ class _DeviceEvents:
 
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False
-    ) -> AsyncIterator[events_pb2.EventBatch]:
+    ) -> AsyncGenerator[events_pb2.EventBatch]:
         """Subscribe to the events of the device, whether or not those of stores are requested."""
         return self._client.subscribe(start_sequence_number)
 

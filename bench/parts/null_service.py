@@ -25,7 +25,6 @@ from radixkv.config import Config
 from radixkv.config.sequence_limit import NO_LIMIT
 from radixkv.engine.engine import Engine
 from radixkv.scheduling.rate_limiter import RateLimiter
-from radixkv.service.server.optional_services import optional_services
 from radixkv.service.server.server import run
 from radixkv.startup.malloc import keep_freed_memory
 from radixkv.v1 import prefill_pb2, prefill_pb2_grpc
@@ -139,8 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = Config.load(None, ["server.port=0", *options.settings])
         tokenizer_path = None if config.server.http_port is None else "tiny"  # the HTTP port requires a tokenizer
         null_engine = build_null_engine(config, options.vocab_size, options.step_ms / 1000)
-        services = optional_services(null_engine, config)
-        run(null_engine, config.server, tokenizer_path, services, config.gateway.tenant)
+        run(null_engine, config.server, tokenizer_path, config if config.gateway.enabled else None)
 
 
 if __name__ == "__main__":

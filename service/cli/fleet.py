@@ -129,8 +129,8 @@ def _require_fleet_keys(config: Config) -> None:
 
 def _require_private(host: str, config: Config) -> None:
     """Refuse replicas that other machines can reach without credentials, and tokens that would be sent unencrypted."""
+    from radixkv.service.client.address import is_loopback
     from radixkv.service.client.connection import tls_credentials
-    from radixkv.service.server.auth.requirements import is_on_this_machine
 
     server = config.server
     has_tls = config.fleet.tls_ca is not None
@@ -144,7 +144,7 @@ def _require_private(host: str, config: Config) -> None:
             raise ConfigError(f"fleet.tls_ca: expected a file of certificates in PEM, got {reason}") from error
         except ValueError as error:
             raise ConfigError(f"fleet.tls_ca: {config.fleet.tls_ca} contains no certificates in PEM") from error
-    if is_on_this_machine(host):
+    if is_loopback(host):
         return
     if not has_tls and server.tokens_file is not None:
         raise ConfigError(

@@ -129,7 +129,6 @@ def _run(config: Config, progress: StartProgress) -> None:
             progress.begin("importing the server")
             from radixkv.service.server.event_publishing import publishing
             from radixkv.service.server.metrics_port import Telemetry
-            from radixkv.service.server.optional_services import optional_services
             from radixkv.service.server.server import run
             from radixkv.telemetry.otlp import exported_spans
             from radixkv.telemetry.traffic_recorder import recorded_traffic
@@ -156,8 +155,7 @@ def _run(config: Config, progress: StartProgress) -> None:
             engine,
             config.server,
             config.model.path,
-            optional_services(engine, config),
-            config.gateway.tenant,
+            config if config.gateway.enabled else None,
             telemetry.count_refusal,
             progress.ready,
         )

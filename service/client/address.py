@@ -52,9 +52,15 @@ def is_on_this_machine(address: str) -> bool:
     >>> [is_on_this_machine(each) for each in ("127.0.0.1:1", "[::1]:1", "localhost:1", "unix:/s", "10.0.0.1:1")]
     [True, True, True, True, False]
     """
-    if address.startswith("unix:"):
-        return True
-    host = host_of(address)
+    return address.startswith("unix:") or is_loopback(host_of(address))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host can be reached only from this machine.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "", "example.org")]
+    [True, True, True, False, False, False, False]
+    """
     if host == "localhost":
         return True
     try:

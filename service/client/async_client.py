@@ -349,7 +349,7 @@ class AsyncClient:
 
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False, timeout_s: float | None = None
-    ) -> AsyncIterator[EventBatch]:
+    ) -> AsyncGenerator[EventBatch]:
         """Subscribe to cache events; see `Client.subscribe`. Read the batches with `async for`."""
         request = make_request(SubscribeRequest, start_sequence_number=start_sequence_number, stores=stores)
         return self._stream(methods.SUBSCRIBE, request, require_timeout(timeout_s))

@@ -10,14 +10,19 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import xxhash
 
 from radixkv.service.client.address import ChannelOptions, is_on_this_machine, proxy_variable, require_address
 from radixkv.service.client.diagnosis import Diagnosis
 from radixkv.service.client.methods import METHODS, Method
-from radixkv.service.client.prefix_key import HEADER, prefix_key
+from radixkv.service.token_ids import Prompt, read_token_ids
+from radixkv.tokens import TOKEN_BYTES
 
 File = str | PathLike[str]
 Metadata = tuple[tuple[str, str], ...]
+
+PREFIX_KEY_HEADER = "x-prefix-key"
+"""Header with which a proxy sends prompts with a common prefix to the same server."""
 
 MAX_RETRIES = 4  # gRPC makes at most 5 attempts, whatever its service config says
 
@@ -87,11 +92,29 @@ class Connection:
         if method.prompt_of is None or not self._prefix_key_tokens:
             return self._metadata
         key = prefix_key(method.prompt_of(request), self._prefix_key_tokens)
-        return (*self._metadata, (HEADER, key))
+        return (*self._metadata, (PREFIX_KEY_HEADER, key))
 
     def error_of(self, error: grpc.RpcError, method: Method[Any, Any], timeout_s: float | None) -> grpc.RpcError:
         """Return the exception that the client raises for an error of gRPC; see `Diagnosis.error_of`."""
         return self._diagnosis.error_of(error, method.name, timeout_s)
+
+
+def prefix_key(request: Prompt, num_tokens: int) -> str:
+    """Return the digest of a request's tenant, adapter, salt and first tokens.
+
+    Requests for which all of these are equal have the same key, whatever follows in the prompt. The key is only a
+    routing hint: other requests may have the same key.
+
+    Args:
+        request: the message with the prompt.
+        num_tokens: number of first tokens that the key covers, at least 1; all tokens of a shorter prompt.
+    """
+    digest = xxhash.xxh3_64()
+    for name in (request.tenant, request.adapter, request.salt):
+        encoded = name.encode()
+        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+    digest.update(read_token_ids(request)[: TOKEN_BYTES * num_tokens])
+    return digest.hexdigest()
 
 
 def require_timeout(timeout_s: float | None) -> float | None:

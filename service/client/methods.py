@@ -139,31 +139,5 @@ ROUTE = Method(_FLEET, "Route", fleet_pb2.RouteRequest, fleet_pb2.RouteResponse)
 # these wrappers, so clients do not need the package grpcio-health-checking. The number is a `ServingStatus`.
 HEALTH_CHECK = Method(_HEALTH, "Check", StringValue, Int32Value)
 
-METHODS: tuple[Method[Any, Any], ...] = (
-    PREFILL,
-    GENERATE,
-    PROBE,
-    RELEASE,
-    RENEW,
-    FETCH_KV,
-    RETAIN,
-    HINT,
-    EXPLAIN,
-    END_SESSION,
-    PURGE,
-    STATEMENT,
-    DIAGNOSE,
-    STATS,
-    LIST_SEGMENTS,
-    LOAD_ADAPTER,
-    UNLOAD_ADAPTER,
-    LIST_ADAPTERS,
-    REGISTER_PUBLIC_PREFIX,
-    UNREGISTER_PUBLIC_PREFIX,
-    LIST_PUBLIC_PREFIXES,
-    DRAIN,
-    GET_TOKENIZER,
-    SUBSCRIBE,
-    ROUTE,
-    HEALTH_CHECK,
-)
+METHODS: tuple[Method[Any, Any], ...] = tuple(each for each in globals().values() if isinstance(each, Method))
+"""All methods above."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hmac
-
 from radixkv.config import ServerConfig
-from radixkv.service.server.auth.authenticator import HEADER, CredentialAuthenticator
+from radixkv.service.server.auth.authenticator import HEADER, CredentialAuthenticator, has_token
 from radixkv.service.server.auth.identity import Identity, Role
 from radixkv.service.server.auth.server_auth import ServerAuth, credential_authenticator
 from radixkv.service.server.calls import Context
@@ -24,23 +22,20 @@ class FleetAuthenticator:
 
     def __init__(self, client_authenticator: CredentialAuthenticator, token: str) -> None:
         self._client_authenticator = client_authenticator
-        self._header = f"Bearer {token}".encode()
+        self._token = token
 
     def identify_call(self, context: Context) -> Identity:
         """Return who makes a gRPC call; see `Authenticator`."""
         headers = [value for name, value in context.invocation_metadata() or () if name == HEADER]
-        if len(headers) == 1 and self._is_fleet(str(headers[0])):
+        if len(headers) == 1 and has_token(str(headers[0]), self._token):
             return FLEET
         return self._client_authenticator.identify_call(context)
 
     def identify_header(self, authorization: str | None) -> Identity:
         """Return who sends a header; see `Authenticator`."""
-        if authorization is not None and self._is_fleet(authorization):
+        if authorization is not None and has_token(authorization, self._token):
             return FLEET
         return self._client_authenticator.identify_header(authorization)
-
-    def _is_fleet(self, authorization: str) -> bool:
-        return hmac.compare_digest(authorization.encode("utf-8", "surrogatepass"), self._header)
 
 
 def replica_auth(config: ServerConfig, token: str) -> ServerAuth:

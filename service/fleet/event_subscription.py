@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Protocol
 
 import grpc
@@ -31,7 +31,7 @@ class Subscriber(Protocol):
 
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False
-    ) -> AsyncIterator[events_pb2.EventBatch]:
+    ) -> AsyncGenerator[events_pb2.EventBatch, None]:
         """Subscribe to cache events."""
 
 
@@ -90,7 +90,8 @@ class EventSubscription:
 
     async def _follow(self) -> None:
         """Subscribe after the last number and read until the stream ends or a batch is missing."""
-        async with _closed_after(self._client.subscribe(self._view.number_of(self._name), stores=True)) as messages:
+        messages = self._client.subscribe(self._view.number_of(self._name), stores=True)
+        async with contextlib.aclosing(messages):  # the server limits the number of subscribers
             async for message in messages:
                 if self._name not in self._view.names:
                     return
@@ -119,18 +120,6 @@ def batch_of(message: events_pb2.EventBatch) -> EventBatch:
         part = SnapshotPart(message.snapshot.index, message.snapshot.count, message.snapshot.blocks)
     events = tuple(_event_of(event) for event in message.events)
     return EventBatch(message.sequence_number, message.time_s, events, part)
-
-
-@contextlib.asynccontextmanager
-async def _closed_after(
-    messages: AsyncIterator[events_pb2.EventBatch],
-) -> AsyncGenerator[AsyncIterator[events_pb2.EventBatch], None]:
-    """Close a stream that is not read to its end: the server limits the number of subscribers."""
-    try:
-        yield messages
-    finally:
-        if isinstance(messages, AsyncGenerator):
-            await messages.aclose()
 
 
 def _event_of(message: events_pb2.CacheEvent) -> Event:

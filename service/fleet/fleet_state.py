@@ -103,7 +103,9 @@ class FleetState:
         if prompt.source and self._connections.keys() - avoid - {prompt.source}:
             avoid = avoid | {prompt.source}
 
-        namespace = Namespace(self._fingerprint, prompt.tenant, prompt.adapter, prompt.salt)
+        # While a new model replaces another one, replicas differ. The caches of the oldest replica are the fullest.
+        oldest = next(iter(self._connections.values()))
+        namespace = Namespace(oldest.facts.fingerprint, prompt.tenant, prompt.adapter, prompt.salt)
         route = self._router.route(namespace, prompt.tokens, avoid)
         asyncio.get_running_loop().call_soon(self._router.remember)  # later, so that it does not delay the request
         num_replicas = len(self._connections.keys() - avoid)
@@ -125,7 +127,6 @@ class FleetState:
 
     def _join(self, facts: ReplicaFacts) -> None:
         if self._router is None:
-            self._fingerprint = facts.fingerprint
             self._router = Router(
                 FleetView(facts.event_block_size, clock=self._clock),
                 FleetLoad(clock=self._clock),

@@ -14,9 +14,8 @@ from radixkv.service.fleet.disaggregated_prefill import DisaggregatedPrefill
 from radixkv.service.fleet.forwarder import Choose, Forwarder
 from radixkv.service.fleet.ingress_server import IngressServer
 from radixkv.service.fleet.replica_connection import ReplicaConnection
-from radixkv.service.fleet.routing_request import ReplicaListing, RoutedRequest, RoutingRequest
+from radixkv.service.fleet.routing_request import ANY_PROMPT, ReplicaListing, RoutedRequest, RoutingRequest
 
-_ANY_PROMPT = bytes(4)  # one token, to be routed to any replica
 _LISTING_TIMEOUT_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ class Ingress:
         """Wait for the first replica, without a timeout, since large models load slowly."""
         while True:
             try:
-                return await choose(RoutingRequest(_ANY_PROMPT))
+                return await choose(RoutingRequest(ANY_PROMPT))
             except NoReplica:
                 await asyncio.sleep(0)
 

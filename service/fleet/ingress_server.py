@@ -113,7 +113,7 @@ class IngressServer:
         """Refuse new calls, let running ones finish within `server.drain_timeout_s`, and stop."""
         self._health.enter_graceful_shutdown()
         self._receiver.refuse_new()
-        await self._receiver.in_flight.wait_for_end(self._config.drain_timeout_s)
+        await self._receiver.wait_for_calls(self._config.drain_timeout_s)
         if self._disaggregated is not None:
             await self._disaggregated.finish()
         if self._port is not None:

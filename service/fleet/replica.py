@@ -46,7 +46,6 @@ class Replica:
     async def __init__(self, config: Config, secrets: FleetSecrets, host: str) -> None:  # type: ignore[misc]  # Ray awaits it
         bound_spinning(os.environ)
         from radixkv.engine.transfer.transfer import FleetAccess
-        from radixkv.service.server.optional_services import optional_services
         from radixkv.service.server.process_tuning import frozen_survivors
         from radixkv.service.server.server import Server
         from radixkv.startup.build_engine import build_engine
@@ -75,8 +74,7 @@ class Replica:
             self._engine,
             server_config,
             config.model.path,
-            optional_services(self._engine, config),
-            config.gateway.tenant,
+            config if config.gateway.enabled else None,
             auth=replica_auth(server_config, secrets.token),
         )
         limits = self._engine.limits

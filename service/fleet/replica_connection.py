@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -117,7 +117,7 @@ class ReplicaConnection:
 
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False
-    ) -> AsyncIterator[events_pb2.EventBatch]:
+    ) -> AsyncGenerator[events_pb2.EventBatch, None]:
         """Subscribe to the cache events of the replica, and with `stores` to those of its tiers."""
         request = events_pb2.SubscribeRequest(start_sequence_number=start_sequence_number, stores=stores)
         return AsyncResponseStream(self._events.Subscribe(request, metadata=self.metadata))
@@ -136,7 +136,7 @@ class ReplicaConnection:
         except grpc.aio.AioRpcError as error:
             if error.code() in _NO_RESPONSE:
                 if self.is_up:
-                    _log.warning("replica %s: it did not answer a health check", self._address)
+                    _log.warning("replica %s: it did not answer a health check", self.facts.address)
                 self.is_up = False
                 self._lost.set()
                 return
@@ -154,7 +154,7 @@ class ReplicaConnection:
         try:
             await asyncio.wait((lost, call), return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                raise ReplicaLost(f"replica {self._address}: it answers neither the call nor health checks")
+                raise ReplicaLost(f"replica {self.facts.address}: it answers neither the call nor health checks")
             return call.result()
         finally:
             lost.cancel()
@@ -181,7 +181,3 @@ class ReplicaConnection:
         """Close both channels. Calls in flight end."""
         self._lost.set()
         await asyncio.gather(*(channel.close(None) for channel in self._channels))
-
-    @property
-    def _address(self) -> str:
-        return self.facts.address

@@ -10,6 +10,9 @@ from radixkv.routing.router import Route
 from radixkv.service.fleet.replica_connection import ReplicaConnection
 from radixkv.v1 import fleet_pb2
 
+ANY_PROMPT = bytes(4)
+"""A prompt of one token, to be routed to any replica."""
+
 
 class RoutingReason(Enum):
     """Why a replica was chosen; see `RouteReason` in fleet.proto."""

@@ -17,8 +17,7 @@ from radixkv.errors import InvalidRequest, SwitchedOff
 from radixkv.service.fleet.disaggregated_prefill import DisaggregatedPrefill, SourceLost
 from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.fleet.replica_connection import ReplicaConnection
-from radixkv.service.fleet.routing_request import RoutedRequest, RoutingRequest
-from radixkv.service.server.accept_loop import add_handlers
+from radixkv.service.fleet.routing_request import ANY_PROMPT, RoutedRequest, RoutingRequest
 from radixkv.service.server.calls import Context
 from radixkv.service.server.guarded_server import GuardedServer
 from radixkv.service.server.servicers.engine_calls import traceparent_of
@@ -28,8 +27,6 @@ from radixkv.v1 import cache_pb2, fleet_pb2, fleet_pb2_grpc, model_pb2, model_pb
 
 REPLICA = "radixkv-replica"
 """Name of the trailing metadata with the address of the replica that responded."""
-
-_ANY_PROMPT = bytes(4)  # one token, to be routed to any replica
 
 _Prompt = TypeVar(
     "_Prompt",
@@ -177,7 +174,7 @@ class FleetModelServicer(model_pb2_grpc.ModelServiceServicer):
     ) -> AsyncIterator[model_pb2.TokenizerChunk]:
         """Send the files of the tokenizer."""
         chunks = self._forwarder.stream(
-            RoutingRequest(_ANY_PROMPT),
+            RoutingRequest(ANY_PROMPT),
             lambda connection: connection.model.GetTokenizer(request, **call_options(connection, context)),
         )
         async with replica_errors_as_status(context), contextlib.aclosing(chunks):
@@ -207,7 +204,7 @@ def add_partial_service(
         )
         for method in service.methods
     }
-    add_handlers(server, service.full_name, handlers)
+    server.add_service(service.full_name, handlers)
 
 
 def _only_on_replicas(subject: str) -> SwitchedOff:

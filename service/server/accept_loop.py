@@ -18,13 +18,12 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # an extension module
 
 from radixkv.service.server.connections import close_connections
-from radixkv.service.server.grpc_log import drop_records_of_clients
 from radixkv.service.server.reset_floods import EARLY_S, ResetFloods
 from radixkv.startup.malloc import give_back_freed_memory
 
@@ -34,6 +33,10 @@ _CYGRPC_NAMES = ("_MethodResolver", "_ServicerContext", "_handle_rpc", "_schedul
 _UNKNOWN_METHOD = "/"  # the path that stands for all unregistered methods, since no method has it
 _FORGET_S = 5.0  # how long calls of a closed connection are dropped; afterwards a new connection may have its address
 _LOG_PERIOD_S = 1.0
+# Beginnings of records in gRPC's log that any client can cause, without credentials and as often as it likes: a
+# response that can't be delivered because the client has disconnected, and metadata that is not UTF-8. The latter comes
+# with a traceback and repeats the value, which may be that of `authorization`.
+_RECORDS_OF_CLIENTS = ("ExecuteBatchError raised in core", "Invalid encoding on")
 
 _logger = logging.getLogger(__name__)
 
@@ -41,11 +44,13 @@ _logger = logging.getLogger(__name__)
 def make_server(options: Sequence[tuple[str, Any]], max_concurrent_calls: int) -> grpc.aio.Server:
     """Return a gRPC server without services, as `grpc.aio.server` does, but one that invalid paths do not shut down.
 
+    From then on, the log of gRPC has no records that clients can cause.
+
     Args:
         options: channel arguments of gRPC.
         max_concurrent_calls: number of calls beyond which further calls are answered with RESOURCE_EXHAUSTED.
     """
-    drop_records_of_clients()
+    logging.getLogger("grpc._cython.cygrpc").addFilter(is_kept)  # has no effect from the second call on
     original_class = cygrpc.AioServer
     if hasattr(original_class, "_make_request_call_future"):
         if all(hasattr(cygrpc, name) for name in _CYGRPC_NAMES):
@@ -62,30 +67,9 @@ def make_server(options: Sequence[tuple[str, Any]], max_concurrent_calls: int) -
         cygrpc.AioServer = original_class
 
 
-class HandlerRegistry(Protocol):
-    """An object that services register their handlers with: a gRPC server, or a wrapper around one."""
-
-    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Register handlers by a function that looks them up."""
-        ...
-
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Register the handlers of a service by the names of their methods."""
-        ...
-
-
-def add_handlers(
-    server: HandlerRegistry, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
-) -> None:
-    """Add the methods of a service that has no generated code, as generated code would.
-
-    Args:
-        server: a server that has not started.
-        service: the full name of the service, such as `grpc.health.v1.Health`.
-        handlers: the handlers, by the names of their methods.
-    """
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, dict(handlers)),))
-    server.add_registered_method_handlers(service, handlers)
+def is_kept(record: logging.LogRecord) -> bool:
+    """Return whether a record of gRPC's log is kept, because it is not one that clients can cause at will."""
+    return not record.getMessage().startswith(_RECORDS_OF_CLIENTS)
 
 
 class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's extension module has no types

@@ -1,4 +1,4 @@
-"""The calls in flight: callbacks that run when a call ends, and waiting for all calls when the server drains."""
+"""The context and the task of a call, and callbacks that run when it ends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import grpc.aio
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-_POLL_S = 0.005
 
 
 def add_done_callback(callback: Callable[[], object]) -> None:
@@ -32,34 +30,3 @@ def current_call() -> asyncio.Task[Any]:
 
 def _call_without_task(callback: Callable[[], object], _task: object) -> None:
     callback()
-
-
-class InFlightCalls:
-    """The calls that a drain waits for: their request has arrived, and their response is not completely written yet.
-
-    Not thread-safe: use it on one event loop.
-    """
-
-    def __init__(self) -> None:
-        self._calls: set[object] = set()
-
-    def add(self, call: object) -> None:
-        """Add a call whose request has arrived."""
-        self._calls.add(call)
-
-    def discard(self, call: object) -> None:
-        """Remove a call that has ended."""
-        self._calls.discard(call)
-
-    async def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait for the calls that are in flight now, at most `timeout_s` seconds. Later calls are not waited for.
-
-        Returns:
-            Whether they have all ended.
-        """
-        awaited_calls = self._calls.copy()
-        loop = asyncio.get_running_loop()
-        end_s = loop.time() + timeout_s
-        while self._calls & awaited_calls and loop.time() < end_s:
-            await asyncio.sleep(_POLL_S)
-        return not self._calls & awaited_calls

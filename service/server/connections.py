@@ -97,13 +97,9 @@ class _SocketFinder:
         for fd, inode in _socket_fds():
             if inode in self._seen_inodes:
                 continue
-            with contextlib.suppress(OSError):  # the socket was closed, or no descriptor is left for the duplicate
-                duplicate = os.dup(fd)
-                try:
-                    each = socket.socket(fileno=duplicate)
-                except OSError:  # the number was reused for a file that is not a socket
-                    os.close(duplicate)
-                    continue
+            # The socket was closed, its number was reused for another file, or no descriptor is left for the duplicate.
+            with contextlib.suppress(OSError):
+                each = _duplicate(fd)
                 if os.fstat(each.fileno()).st_ino != inode:  # the number was reused for another socket
                     each.close()
                     continue

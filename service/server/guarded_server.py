@@ -75,6 +75,16 @@ class GuardedServer:
         guarded = {name: self._guard(f"/{service}/{name}", handler) for name, handler in handlers.items()}
         self._server.add_registered_method_handlers(service, guarded)  # type: ignore[attr-defined]  # not in its stubs
 
+    def add_service(self, service: str, handlers: Mapping[str, Handler]) -> None:
+        """Register the methods of a service that has no generated code, as generated code would.
+
+        Args:
+            service: the full name of the service, such as `grpc.health.v1.Health`.
+            handlers: the handlers, by the names of their methods.
+        """
+        self.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, dict(handlers)),))
+        self.add_registered_method_handlers(service, handlers)
+
     def _guard(self, method: str, handler: Handler) -> Handler:
         """Wrap the handler of a method."""
         if handler.unary_unary is not None:

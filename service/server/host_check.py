@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable
-from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from radixkv.config import ServerConfig
-from radixkv.service.server.auth.requirements import is_on_this_machine
+from radixkv.service.client.address import is_loopback
 
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+?))\.?(?::\d{0,5})?", re.ASCII)
 
@@ -36,7 +34,7 @@ class HostCheck:
 
     def __init__(self, config: ServerConfig) -> None:
         self._hosts = frozenset(host.strip().lower() for host in config.metrics_hosts.split(",") if host.strip())
-        self._is_local = is_on_this_machine(config.host)
+        self._is_local = is_loopback(config.host)
 
     def allows(self, header: str | None) -> bool:
         """Return whether a request with this header `Host` may be answered. Browsers always send the header."""
@@ -46,7 +44,7 @@ class HostCheck:
         if match is None:
             return False
         host = (match["ipv6"] or match["name"]).lower()
-        if is_on_this_machine(host) or host in self._hosts:
+        if is_loopback(host) or host in self._hosts:
             return True
         return not self._is_local and (not self._hosts or _is_address(host))
 
@@ -57,17 +55,3 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def with_host_check(app: WSGIApplication, check: HostCheck) -> WSGIApplication:
-    """Answer requests whose header `Host` is not allowed with 421, and pass on all others."""
-
-    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if check.allows(environ.get("HTTP_HOST")):
-            return app(environ, start_response)
-        text = b"the header Host of this request does not name this server; server.metrics_hosts allows more names\n"
-        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))]
-        start_response("421 Misdirected Request", headers)
-        return [] if environ["REQUEST_METHOD"] == "HEAD" else [text]
-
-    return answer

@@ -25,7 +25,7 @@ from radixkv.service.server.auth.authenticator import Authenticator
 from radixkv.service.server.auth.identity import OPERATORS
 from radixkv.service.server.auth.server_auth import credential_authenticator
 from radixkv.service.server.auth.tls import Tls
-from radixkv.service.server.host_check import HostCheck, with_host_check
+from radixkv.service.server.host_check import HostCheck
 from radixkv.service.server.listen_address import bind_error, host_port
 from radixkv.service.server.page.page import Page
 from radixkv.service.server.page.state_feed import StateFeed
@@ -112,6 +112,18 @@ class Telemetry:
             server.server_close()
 
 
+def with_host_check(app: WSGIApplication, check: HostCheck) -> WSGIApplication:
+    """Answer requests whose header `Host` is not allowed with 421, and pass on all others."""
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if check.allows(environ.get("HTTP_HOST")):
+            return app(environ, start_response)
+        text = "the header Host of this request does not name this server; server.metrics_hosts allows more names"
+        return _text_response(environ, start_response, HTTPStatus.MISDIRECTED_REQUEST, text)
+
+    return answer
+
+
 def with_authorization(
     app: WSGIApplication, authenticator: Authenticator, open_paths: Collection[str]
 ) -> WSGIApplication:
@@ -123,12 +135,8 @@ def with_authorization(
             status = authorize(authenticator, environ.get("HTTP_AUTHORIZATION"))
         if status is HTTPStatus.OK:
             return app(environ, start_response)
-        text = f"{status.phrase}\n".encode()
-        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))]
-        if status is HTTPStatus.UNAUTHORIZED:
-            headers.append(("WWW-Authenticate", "Bearer"))
-        start_response(f"{status.value} {status.phrase}", headers)
-        return [] if environ["REQUEST_METHOD"] == "HEAD" else [text]
+        headers = [("WWW-Authenticate", "Bearer")] if status is HTTPStatus.UNAUTHORIZED else []
+        return _text_response(environ, start_response, status, status.phrase, headers)
 
     return answer
 
@@ -190,18 +198,28 @@ class MetricsApp:
             status = HTTPStatus.METHOD_NOT_ALLOWED
         else:
             status = HTTPStatus.OK if self._passes_check(path) else HTTPStatus.SERVICE_UNAVAILABLE
-        text = f"{status.phrase}\n".encode()
-        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))]
-        if status is HTTPStatus.METHOD_NOT_ALLOWED:
-            headers.append(("Allow", "GET, HEAD"))
-        start_response(f"{status.value} {status.phrase}", headers)
-        return [] if environ["REQUEST_METHOD"] == "HEAD" else [text]
+        headers = [("Allow", "GET, HEAD")] if status is HTTPStatus.METHOD_NOT_ALLOWED else []
+        return _text_response(environ, start_response, status, status.phrase, headers)
 
     def _passes_check(self, path: str) -> bool:
         """Return whether the health check at a path passes. While the service starts, it is alive but not ready."""
         if self._engine is None:
             return path == "/healthz"
         return self._engine.can_recover if path == "/healthz" else self._engine.is_healthy
+
+
+def _text_response(
+    environ: WSGIEnvironment,
+    start_response: StartResponse,
+    status: HTTPStatus,
+    line: str,
+    headers: Iterable[tuple[str, str]] = (),
+) -> Iterable[bytes]:
+    """Respond with one line of text."""
+    text = f"{line}\n".encode()
+    all_headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text))), *headers]
+    start_response(f"{status.value} {status.phrase}", all_headers)
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else [text]
 
 
 _MAX_CONNECTIONS = 64  # each has a thread

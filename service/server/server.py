@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
-from radixkv.config import ServerConfig
+from radixkv.config import Config, ServerConfig
 from radixkv.errors import Draining, InvariantViolation
 from radixkv.events.readers import EventReaders
 from radixkv.service.server.auth.authorizer import Authorizer
@@ -24,17 +24,14 @@ from radixkv.service.server.connections import end_connections
 from radixkv.service.server.guarded_server import CountRefusal, GuardedServer
 from radixkv.service.server.listen_address import bind_port, host_port
 from radixkv.service.server.model_tokenizer import ModelTokenizer
-from radixkv.service.server.optional_services import AddService
 from radixkv.service.server.process_tuning import frozen_survivors, short_gil_switch_interval
 from radixkv.service.server.receive.grpc_options import grpc_server
 from radixkv.service.server.receive.receiver import Receiver
 from radixkv.service.server.servicers.cache import CacheServicer
-from radixkv.service.server.servicers.engine_calls import Deadlines
 from radixkv.service.server.servicers.events import SERVICE as EVENT_SERVICE
 from radixkv.service.server.servicers.events import EventServicer
 from radixkv.service.server.servicers.explanations import Explainer
 from radixkv.service.server.servicers.health_status import HealthStatus
-from radixkv.service.server.servicers.kv_sources import sources_of
 from radixkv.service.server.servicers.model import ModelServicer
 from radixkv.service.server.servicers.prefill import PrefillServicer
 from radixkv.service.server.servicers.standard_services import add_standard_services, log_missing_services
@@ -77,8 +74,7 @@ class Server:
         engine: answers requests.
         config: addresses, limits and the drain timeout.
         model_path: the model whose tokenizer is served, see `ModelTokenizer`; None for a model without files.
-        services: functions that add further services; see `optional_services`.
-        gateway_tenant: the tenant that owns the gateway's data.
+        gateway: the configuration of the whole service, if gateways may call it; None if not.
         count_refusal: is called with the exception of each call that is refused by the server, and not by the engine.
         auth: authenticates and authorizes callers; by default as configured.
 
@@ -96,8 +92,7 @@ class Server:
         engine: Engine,
         config: ServerConfig,
         model_path: str | None = None,
-        services: Iterable[AddService] = (),
-        gateway_tenant: str = "",
+        gateway: Config | None = None,
         count_refusal: CountRefusal | None = None,
         auth: ServerAuth | None = None,
     ) -> None:
@@ -117,8 +112,9 @@ class Server:
         tokenizer = ModelTokenizer(model_path)
         explainer = Explainer(engine, tokenizer)
         cache_servicer = CacheServicer(engine, self.stop.set, tokenizer, explainer)
+        gateway_tenant = "" if gateway is None else gateway.gateway.tenant
         self._grpc, guarded_server = self._grpc_server(self._auth.authorizer(gateway_tenant))
-        self._service_names = self._add_services(guarded_server, cache_servicer, tokenizer, explainer, services)
+        self._service_names = self._add_services(guarded_server, cache_servicer, tokenizer, explainer, gateway)
         add_standard_services(guarded_server, self._health, self._service_names)
         self._admin_grpc: grpc.aio.Server | None = None
         admin_authorizer = self._auth.admin_authorizer()
@@ -138,14 +134,14 @@ class Server:
         cache_servicer: CacheServicer,
         tokenizer: ModelTokenizer,
         explainer: Explainer,
-        services: Iterable[AddService],
+        gateway: Config | None,
     ) -> tuple[str, ...]:
         """Create the HTTP port, add all services except health and reflection to the main port, return their names."""
         engine = self._engine
         grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
         readers = None if engine.events is None else EventReaders(engine.events)
         shared = SharedParts(readers, tokenizer, grammars, explainer, self.receiver.held_bytes)
-        prefill_servicer = PrefillServicer(engine, shared, Deadlines.of(self._config), sources_of(engine))
+        prefill_servicer = PrefillServicer(engine, shared, self._config)
         if self._config.http_port is not None:
             self._http = self._http_port(prefill_servicer, cache_servicer, tokenizer)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, guarded_server)  # type: ignore[no-untyped-call]
@@ -156,7 +152,13 @@ class Server:
             events = EventServicer(readers, engine.limits.epoch)
             events_pb2_grpc.add_EventServiceServicer_to_server(events, guarded_server)  # type: ignore[no-untyped-call]
             service_names.append(EVENT_SERVICE)
-        return (*service_names, *(add(guarded_server, shared) for add in services))
+        if gateway is not None:
+            # The package smg-grpc-proto also registers the names of the gateway's messages, and a process can register
+            # them only once. So they are imported only for a gateway.
+            from radixkv.service.server.gateway.servicer import add_gateway
+
+            service_names.append(add_gateway(guarded_server, shared, engine, gateway))
+        return tuple(service_names)
 
     def _http_port(
         self, servicer: PrefillServicer, cache_servicer: CacheServicer, tokenizer: ModelTokenizer
@@ -239,7 +241,7 @@ class Server:
         try:
             all_finished = await asyncio.to_thread(self._engine.drain, self._config.drain_timeout_s)
             self.receiver.refuse_new()
-            all_sent = await self.receiver.in_flight.wait_for_end(max(_FLUSH_S, end_s - loop.time()))
+            all_sent = await self.receiver.wait_for_calls(max(_FLUSH_S, end_s - loop.time()))
         finally:
             await end_connections(self._ports, _FLUSH_S)
             self._ports.clear()
@@ -270,8 +272,7 @@ def run(
     engine: Engine,
     config: ServerConfig,
     model_path: str | None = None,
-    services: Iterable[AddService] = (),
-    gateway_tenant: str = "",
+    gateway: Config | None = None,
     count_refusal: CountRefusal | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
@@ -292,7 +293,7 @@ def run(
     """
 
     def make_server() -> Server:
-        return Server(engine, config, model_path, services, gateway_tenant, count_refusal)
+        return Server(engine, config, model_path, gateway, count_refusal)
 
     with frozen_survivors(), short_gil_switch_interval():
         engine.start()

@@ -1224,7 +1224,7 @@ ANSWER_MUTANTS = (
     Mutant("service/server/servicers/token_stream.py", "        self._sending_bytes += taken.num_bytes\n", ""),
     Mutant("service/server/servicers/token_stream.py", "        self._updated.pop(index, None)\n", ""),
     Mutant("service/server/servicers/generation.py", "logprobs.truncate(len(result.token_ids) - num_sent)", "pass"),
-    Mutant("service/server/gateway/servicer.py", "                logprobs.extend(result.logprobs)\n", ""),
+    Mutant("service/server/gateway/servicer.py", "                    logprobs.extend(result.logprobs)\n", ""),
     Mutant(
         "service/server/servicers/prefill.py",
         "read_grammar(request), key)",

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 import pytest
 
-from radixkv.config import ServerConfig
+from radixkv.config import Config, ServerConfig
 from radixkv.errors import RadixKVError
-from radixkv.service.server.optional_services import AddService
 from radixkv.service.server.server import Server
 from tests.patience import PATIENCE_S
 
@@ -34,13 +33,12 @@ async def serving(
     engine,
     *,
     model_path: str | None = None,
-    services: Iterable[AddService] = (),
-    gateway_tenant: str = "",
+    gateway: Config | None = None,
     count_refusal: Callable[[RadixKVError], None] | None = None,
     **config: Any,
 ) -> AsyncIterator[tuple[Server, str]]:
     """Yield a started server and its address; drain it at the end."""
-    server = Server(engine, ServerConfig(port=0, **config), model_path, services, gateway_tenant, count_refusal)
+    server = Server(engine, ServerConfig(port=0, **config), model_path, gateway, count_refusal)
     address = await server.start()
     try:
         yield server, address

@@ -14,7 +14,6 @@ import threading
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
 from radixkv.service.server.metrics_port import Telemetry
-from radixkv.service.server.optional_services import optional_services
 from radixkv.service.server.server import run
 from radixkv.startup.build_engine import build_engine
 
@@ -45,8 +44,8 @@ def main(arguments: list[str]) -> None:
         is_over = threading.Event()
         thread = threading.Thread(target=audit_repeatedly, args=(engine, is_over))
         thread.start()
-        services = optional_services(engine, config)
-        run(engine, config.server, config.model.path, services, config.gateway.tenant, telemetry.count_refusal)
+        gateway = config if config.gateway.enabled else None
+        run(engine, config.server, config.model.path, gateway, telemetry.count_refusal)
         is_over.set()
         thread.join()
     cache = engine._core.cache

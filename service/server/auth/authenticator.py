@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hmac
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Protocol
 
 from radixkv.errors import InvalidCredential
-from radixkv.service.server.auth.certificate_expiry import expiry_of
 from radixkv.service.server.auth.credentials import Credential, Credentials
 from radixkv.service.server.auth.identity import Identity
 from radixkv.service.server.auth.reloaded_files import ReloadedFiles
@@ -118,3 +119,23 @@ def _names_in_certificate(auth_properties: Mapping[str, Iterable[bytes]]) -> Ite
     for property_name in _NAME_PROPERTIES:
         for name in auth_properties.get(property_name, ()):
             yield name.decode(errors="replace")
+
+
+def has_token(authorization: str, token: str) -> bool:
+    """Return whether a header `authorization` has this bearer token, in a time that reveals nothing about the token."""
+    return hmac.compare_digest(authorization.encode("utf-8", "surrogatepass"), f"Bearer {token}".encode())
+
+
+@lru_cache(maxsize=1024)
+def expiry_of(pem: bytes) -> float:
+    """Return the Unix time after which a certificate is not valid.
+
+    Args:
+        pem: a certificate, PEM.
+
+    Raises:
+        ValueError: `pem` is not a certificate.
+    """
+    from cryptography.x509 import load_pem_x509_certificate  # of the extra `engine`, which every server has
+
+    return load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from radixkv.errors import ConfigError
 
 PERIOD_S = 1.0  # between two checks
+_MAX_INITIAL_READS = 10  # attempts to read files that change while they are read
 # A check that takes longer is logged, because a mount seems not to respond.
 _MAX_CHECK_S = 10.0
 
@@ -27,8 +28,8 @@ class ReloadedFiles(Generic[Value]):
 
     `get` never touches the files, so a file system that does not respond blocks only the thread. If changed files
     cannot be used, the previous value stays valid, and the files are read again at every check until they can be used.
-    The log states the reason once per change. Files that change while they are read are also read again at the next
-    check, because their contents may not belong together.
+    The log states the reason once per change. Files that change while they are read are also read again, initially at
+    once and later at the next check, because their contents may not belong together.
 
     The thread ends when the object is garbage.
 
@@ -41,7 +42,7 @@ class ReloadedFiles(Generic[Value]):
         is_watched: whether to start the thread; if not, only `check` reads changed files.
 
     Raises:
-        ConfigError: the files cannot be read initially.
+        ConfigError: the files cannot be read initially, or change during each of several attempts.
     """
 
     def __init__(
@@ -58,8 +59,7 @@ class ReloadedFiles(Generic[Value]):
         self._read = read
         self._clock = clock
         self._last_logged: tuple[_Stamp, str] | None = None  # the last failure in the log, to log each one only once
-        self._stamp = self._stamp_now()  # taken before reading, so that a concurrent change is read again
-        self._value = read()
+        self._stamp, self._value = self._read_initially()
         self._check_started_s: float | None = None
         self._is_blocked = False
         if is_watched and self._paths:
@@ -89,6 +89,19 @@ class ReloadedFiles(Generic[Value]):
         finally:
             self._check_started_s = None
             self._is_blocked = False
+
+    def _read_initially(self) -> tuple[_Stamp, Value]:
+        for _ in range(_MAX_INITIAL_READS):
+            stamp = self._stamp_now()
+            try:
+                value = self._read()
+            except Exception:
+                if self._stamp_now() == stamp:
+                    raise
+            else:
+                if self._stamp_now() == stamp:
+                    return stamp, value
+        raise ConfigError(f"{self._name}: the files change while they are read; start again when they are complete")
 
     def _check(self) -> None:
         stamp = self._stamp_now()

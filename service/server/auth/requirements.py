@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from radixkv.config import ServerConfig
+from radixkv.config.needed_package import require_package
 from radixkv.errors import ConfigError
+from radixkv.service.client.address import is_loopback
 from radixkv.service.server.auth.server_auth import ServerAuth
 
 # Docker creates the first file in each container, Podman the second one.
@@ -43,14 +44,14 @@ def require_secure(config: ServerConfig, container_marks: Sequence[Path] = _CONT
         raise ConfigError(
             "server.tokens_file: requires server.tls_certificate, or --insecure behind a proxy that terminates TLS"
         )
-    if not is_on_this_machine(config.host) and not has_credentials:
+    if not is_loopback(config.host) and not has_credentials:
         if not config.insecure:
             raise ConfigError(
                 "server.host: expected 127.0.0.1, ::1 or localhost without server.tokens_file and "
                 f"server.tls_certificate, got {config.host!r}; --insecure serves anyone who can reach it"
             )
         _logger.warning("anyone who can reach %s may make every call: there are no credentials", config.host)
-    if is_on_this_machine(config.host) and any(mark.exists() for mark in container_marks):
+    if is_loopback(config.host) and any(mark.exists() for mark in container_marks):
         _logger.warning(
             "listening on %s of this container, which its published ports do not reach; to accept connections from "
             "outside, configure TLS and tokens, or publish the ports to 127.0.0.1 of the host only and add --host "
@@ -58,20 +59,6 @@ def require_secure(config: ServerConfig, container_marks: Sequence[Path] = _CONT
             config.host,
         )
     ServerAuth(config)  # reads all files, and raises if one cannot be used
-
-
-def is_on_this_machine(host: str) -> bool:
-    """Return whether a host can be reached only from this machine.
-
-    >>> [is_on_this_machine(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "", "example.org")]
-    [True, True, True, False, False, False, False]
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _require_dependencies(config: ServerConfig) -> None:
@@ -82,3 +69,5 @@ def _require_dependencies(config: ServerConfig) -> None:
         raise ConfigError("server.client_ca: requires server.tls_certificate")
     if config.client_ca is not None and config.tokens_file is None:
         raise ConfigError("server.client_ca: requires server.tokens_file, which maps certificates to callers")
+    if config.client_ca is not None:
+        require_package("server.client_ca", "cryptography", "cryptography", "encryption")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from radixkv.api.logprob_table import LogprobTable
-from radixkv.api.result import TokenLogprobs, Usage
+from radixkv.api.result import GenerateResult, TokenLogprobs, Usage
 from radixkv.config import Config
 from radixkv.gateway import engine_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from radixkv.service.server.calls import Context
@@ -31,7 +31,7 @@ from radixkv.service.server.gateway.token_counter import TokenCounter
 from radixkv.service.server.guarded_server import GuardedServer
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.receive.fair_shares import QuotaKey
-from radixkv.service.server.servicers.engine_calls import Deadlines, result_of, traceparent_of
+from radixkv.service.server.servicers.engine_calls import result_of, seconds_left, traceparent_of
 from radixkv.service.server.servicers.model import archive_chunks
 from radixkv.service.server.servicers.response_writer import ResponseWriter
 from radixkv.service.server.servicers.stop_strings import StopStrings, stop_strings
@@ -40,6 +40,8 @@ from radixkv.service.server.shared_parts import SharedParts
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
+
+Response = vllm_engine_pb2.GenerateResponse | bytes
 
 _SERVICE: str = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
@@ -59,124 +61,32 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """Serves a gateway, which tokenizes prompts and chooses a server for each."""
 
     def __init__(self, engine: Engine, config: Config, shared: SharedParts) -> None:
-        self._readers = shared.readers
         self._engine = engine
         self._config = config
-        self._deadlines = Deadlines.of(config.server)
+        self._shared = shared
         self._mailbox = Mailbox()
-        self._tokenizer = shared.tokenizer
-        self._grammars = shared.grammars
-        self._held_bytes = shared.held_bytes
-        self._turns = shared.turns
         self._writer = ResponseWriter()
         self._calls = RunningCalls()
         self._token_counter = TokenCounter()
 
     async def Generate(  # noqa: N802
         self, request: vllm_engine_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[vllm_engine_pb2.GenerateResponse | bytes]:
+    ) -> AsyncIterator[Response]:
         """Generate completions of a prompt. A call that is cancelled, or aborted by `Abort`, cancels its requests."""
         generation = read_generation(
             request,
             self._engine.limits,
             self._config.gateway.tenant,
-            self._deadlines.seconds_left(context.time_remaining()),
+            seconds_left(context, self._config.server),
             traceparent_of(context),
         )
         with self._calls.running(generation.params.request_id) as call:
-            async with contextlib.aclosing(self._completions(generation, call)) as responses:
+            completions = _Completions(
+                self._engine, self._mailbox, self._writer, self._shared, self._token_counter, generation, call
+            )
+            async with contextlib.aclosing(completions.responses()) as responses:
                 async for response in responses:
                     yield response
-
-    async def _completions(
-        self, generation: GatewayGeneration, call: RunningCall
-    ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse | bytes]:
-        quota_key = QuotaKey.of_tenant(generation.params.caller.tenant)
-        sampling = await self._grammars.constrain(generation.sampling, generation.grammar, quota_key)
-        stops = await stop_strings(
-            self._tokenizer, generation.stops, generation.params, sampling, generation.num_completions
-        )
-        stop_token_ids = sampling.stop_token_ids | self._engine.eos_token_ids
-        with contextlib.closing(
-            TokenStream(self._mailbox, self._held_bytes, quota_key, call.cancel, self._turns)
-        ) as stream:
-            on_tokens = stream.put if generation.is_streamed or stops is not None else stream.keep
-            for index in range(generation.num_completions):
-                future = self._engine.generate(generation.params, sampling.of_answer(index), partial(on_tokens, index))
-                call.futures.append(future)
-                future.add_done_callback(partial(stream.end, index))
-            if call.is_aborted:  # while the tokenizer was being loaded
-                call.cancel()
-            async with contextlib.aclosing(
-                self._responses(generation, call, stream, stops, stop_token_ids)
-            ) as responses:
-                async for response in responses:
-                    yield response
-
-    async def _responses(
-        self,
-        generation: GatewayGeneration,
-        call: RunningCall,
-        stream: TokenStream,
-        stops: StopStrings | None,
-        stop_token_ids: Set[int],
-    ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse | bytes]:
-        num_sent = [0] * generation.num_completions
-        # Tokens of completions that are not streamed: they stay in the stream, and are searched for stop strings once.
-        num_checked = [0] * generation.num_completions
-        usages = [Usage(generation.params.num_tokens, 0, generation.params.num_tokens, 0)] * generation.num_completions
-        num_running = generation.num_completions
-        while num_running:
-            updated, ended = await stream.get()
-
-            for index in updated:
-                new_tokens = stream.take(index) if generation.is_streamed else stream.unsent(index)
-                usages[index] = new_tokens.last_usage
-                token_ids = new_tokens.token_ids[num_checked[index] :]
-                if not generation.is_streamed:
-                    num_checked[index] += len(token_ids)
-                if stops is not None:
-                    del token_ids[stops.add_tokens(index, token_ids) :]
-                    if stops.has_ended(index):
-                        call.futures[index].finish()
-                if generation.is_streamed and token_ids:
-                    num_sent[index] += len(token_ids)
-                    self._token_counter.add_generated(len(token_ids))
-                    chunk = chunk_response(token_ids, usages[index], index)
-                    yield await self._add_logprobs(chunk, generation, new_tokens.logprobs, new_tokens.prompt_logprobs)
-
-            for index in ended:
-                if call.is_aborted and call.futures[index].cancelled():
-                    yield aborted_response(usages[index].prompt_tokens, usages[index].cached_tokens, index)
-                    continue
-                result = await result_of(self._engine, self._mailbox, call.futures[index])
-                matched_stop = ""
-                if stops is not None:
-                    result, matched_stop = stops.cut(index, result)
-                start = num_sent[index]
-                self._token_counter.add_generated(len(result.token_ids) - start)
-                self._token_counter.add_prompt(result.usage)
-                prompt_logprobs = () if start else result.prompt_logprobs
-                logprobs = stream.take(index).logprobs
-                logprobs.extend(result.logprobs)
-                if generation.is_streamed and start < len(result.token_ids):
-                    chunk = chunk_response(result.token_ids[start:], result.usage, index)
-                    yield await self._add_logprobs(chunk, generation, logprobs, prompt_logprobs)
-                    prompt_logprobs = ()
-                has_stop_token = result.token_ids[-1] in stop_token_ids
-                complete = complete_response(result, start, index, matched_stop, has_stop_token=has_stop_token)
-                yield await self._add_logprobs(complete, generation, logprobs, prompt_logprobs)
-            num_running -= len(ended)
-
-    async def _add_logprobs(
-        self,
-        response: vllm_engine_pb2.GenerateResponse,
-        generation: GatewayGeneration,
-        logprobs: LogprobTable,
-        prompt_logprobs: Sequence[TokenLogprobs],
-    ) -> vllm_engine_pb2.GenerateResponse | bytes:
-        """Add the log probabilities of the tokens of a response, and of the prompt if there are any."""
-        return await add_logprobs(self._writer, response, logprobs, generation.params.tokens, prompt_logprobs)
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Context) -> vllm_engine_pb2.AbortResponse:  # noqa: N802
         """Abort running requests; each ends with the finish reason `abort`."""
@@ -218,9 +128,10 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         The gateway waits for the initial metadata, so they are sent before the first message. They are sent only after
         the sequence number was accepted: if the call fails after the initial metadata, the gateway retries forever.
         """
-        if self._readers is None:
+        readers = self._shared.readers
+        if readers is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "events: this server keeps no event log")
-        async with contextlib.aclosing(self._readers.subscribe(request.start_sequence_number)) as batches:
+        async with contextlib.aclosing(readers.subscribe(request.start_sequence_number)) as batches:
             await context.send_initial_metadata(())
             stream = GatewayEvents(batches, 0 if request.load_records_before_first_batch else None, self._load)
             async with contextlib.aclosing(stream.messages()) as messages:
@@ -231,7 +142,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: engine_common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[engine_common_pb2.GetTokenizerChunk]:
         """Stream the zip archive of the tokenizer's files in chunks, with its digest in the last one."""
-        async for data, digest in archive_chunks(self._tokenizer):
+        async for data, digest in archive_chunks(self._shared.tokenizer):
             yield engine_common_pb2.GetTokenizerChunk(data=data, sha256=digest)
 
     async def FlushCache(  # noqa: N802
@@ -246,3 +157,143 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def _load(self) -> vllm_engine_pb2.SchedulerLoad:
         load = await result_of(self._engine, self._mailbox, self._engine.load())
         return scheduler_load(self._engine.limits, load, self._token_counter, self._config)
+
+
+class _Completion:
+    """What was sent of one completion.
+
+    Attributes:
+        num_sent: number of tokens that were sent.
+        num_searched: number of tokens that were searched for stop strings, although they are not sent before the end.
+        usage: the latest usage.
+    """
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.num_sent = 0
+        self.num_searched = 0
+        self.usage = Usage(prompt_tokens, 0, prompt_tokens, 0)
+
+
+class _Completions:
+    """Runs the completions of one call, and yields their responses.
+
+    Args:
+        engine: generates the completions.
+        mailbox: delivers the engine's results.
+        writer: serializes large responses.
+        shared: limits the bytes of unsent tokens, and lets streams take turns.
+        token_counter: counts the tokens of all calls.
+        generation: what the gateway requests.
+        call: gets the futures of the completions, so that the gateway can abort them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        mailbox: Mailbox,
+        writer: ResponseWriter,
+        shared: SharedParts,
+        token_counter: TokenCounter,
+        generation: GatewayGeneration,
+        call: RunningCall,
+    ) -> None:
+        self._engine = engine
+        self._mailbox = mailbox
+        self._writer = writer
+        self._shared = shared
+        self._token_counter = token_counter
+        self._generation = generation
+        self._call = call
+        self._quota_key = QuotaKey.of_tenant(generation.params.caller.tenant)
+        self._stream = TokenStream(mailbox, shared.held_bytes, self._quota_key, call.cancel, shared.turns)
+        self._stops: StopStrings | None = None
+        self._stop_token_ids: Set[int] = frozenset()
+        self._completions = [_Completion(generation.params.num_tokens) for _ in range(generation.num_completions)]
+
+    async def responses(self) -> AsyncGenerator[Response, None]:
+        """Yield chunks of new tokens if the gateway wants a stream, and the end of each completion."""
+        with contextlib.closing(self._stream):
+            await self._start()
+            num_running = len(self._completions)
+            while num_running:
+                updated, ended = await self._stream.get()
+                for index in updated:
+                    chunk = await self._new_chunk(index)
+                    if chunk is not None:
+                        yield chunk
+                for index in ended:
+                    if self._call.is_aborted and self._call.futures[index].cancelled():
+                        usage = self._completions[index].usage
+                        yield aborted_response(usage.prompt_tokens, usage.cached_tokens, index)
+                        continue
+                    result, matched_stop = await self._result(index)
+                    start = self._completions[index].num_sent
+                    prompt_logprobs = () if start else result.prompt_logprobs
+                    logprobs = self._stream.take(index).logprobs
+                    logprobs.extend(result.logprobs)
+                    if self._generation.is_streamed and start < len(result.token_ids):
+                        chunk = chunk_response(result.token_ids[start:], result.usage, index)
+                        yield await self._add_logprobs(chunk, logprobs, prompt_logprobs)
+                        prompt_logprobs = ()
+                    has_stop_token = result.token_ids[-1] in self._stop_token_ids
+                    complete = complete_response(result, start, index, matched_stop, has_stop_token=has_stop_token)
+                    yield await self._add_logprobs(complete, logprobs, prompt_logprobs)
+                num_running -= len(ended)
+
+    async def _start(self) -> None:
+        """Submit the requests to the engine."""
+        generation, call = self._generation, self._call
+        sampling = await self._shared.grammars.constrain(generation.sampling, generation.grammar, self._quota_key)
+        self._stops = await stop_strings(
+            self._shared.tokenizer, generation.stops, generation.params, sampling, generation.num_completions
+        )
+        self._stop_token_ids = sampling.stop_token_ids | self._engine.eos_token_ids
+        on_tokens = self._stream.put if generation.is_streamed or self._stops is not None else self._stream.keep
+        for index in range(generation.num_completions):
+            future = self._engine.generate(generation.params, sampling.of_answer(index), partial(on_tokens, index))
+            call.futures.append(future)
+            future.add_done_callback(partial(self._stream.end, index))
+        if call.is_aborted:  # while the tokenizer was being loaded
+            call.cancel()
+
+    async def _new_chunk(self, index: int) -> Response | None:
+        """Return a response with the new tokens of a completion; None if there are none to send.
+
+        Without streaming, the tokens stay in the stream, and are only searched for stop strings.
+        """
+        completion = self._completions[index]
+        is_streamed = self._generation.is_streamed
+        new_tokens = self._stream.take(index) if is_streamed else self._stream.unsent(index)
+        completion.usage = new_tokens.last_usage
+        token_ids = new_tokens.token_ids[completion.num_searched :]
+        if not is_streamed:
+            completion.num_searched += len(token_ids)
+        if self._stops is not None:
+            del token_ids[self._stops.add_tokens(index, token_ids) :]
+            if self._stops.has_ended(index):
+                self._call.futures[index].finish()
+        if not (is_streamed and token_ids):
+            return None
+        completion.num_sent += len(token_ids)
+        self._token_counter.add_generated(len(token_ids))
+        chunk = chunk_response(token_ids, completion.usage, index)
+        return await self._add_logprobs(chunk, new_tokens.logprobs, new_tokens.prompt_logprobs)
+
+    async def _result(self, index: int) -> tuple[GenerateResult, str]:
+        """Return the result of a completion that has ended, and the stop string that ended it, or an empty string."""
+        result = await result_of(self._engine, self._mailbox, self._call.futures[index])
+        matched_stop = ""
+        if self._stops is not None:
+            result, matched_stop = self._stops.cut(index, result)
+        self._token_counter.add_generated(len(result.token_ids) - self._completions[index].num_sent)
+        self._token_counter.add_prompt(result.usage)
+        return result, matched_stop
+
+    async def _add_logprobs(
+        self,
+        response: vllm_engine_pb2.GenerateResponse,
+        logprobs: LogprobTable,
+        prompt_logprobs: Sequence[TokenLogprobs],
+    ) -> Response:
+        """Add the log probabilities of the tokens of a response, and of the prompt if there are any."""
+        return await add_logprobs(self._writer, response, logprobs, self._generation.params.tokens, prompt_logprobs)

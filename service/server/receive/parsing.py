@@ -9,6 +9,8 @@ import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from radixkv.service.token_ids import encode_varint
+
 # Protobuf holds the GIL while it parses; 65,536 bytes take at most 0.4 ms.
 PIECE_BYTES = 65_536
 
@@ -52,9 +54,7 @@ def _cut_pieces(data: memoryview, message_type: Descriptor, num_levels: int) -> 
                 yield data[start:offset]
             for nested_piece in _cut_pieces(payload, nested_type, num_levels - 1):
                 yield (
-                    _encode_varint(field_number << 3 | _LENGTH)
-                    + _encode_varint(len(nested_piece))
-                    + bytes(nested_piece)
+                    encode_varint(field_number << 3 | _LENGTH) + encode_varint(len(nested_piece)) + bytes(nested_piece)
                 )
             start = offset = end
             continue
@@ -132,11 +132,3 @@ def _read_varint(data: memoryview, offset: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, offset + index + 1
     raise DecodeError("a varint is incomplete or longer than 10 bytes")
-
-
-def _encode_varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value >= 0x80:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])

@@ -15,7 +15,7 @@ from radixkv.api.limits import Limits
 from radixkv.config import ServerConfig
 from radixkv.errors import DeadlinePassed, Draining, InvalidRequest
 from radixkv.service.server.auth.authorizer import Authorization
-from radixkv.service.server.calls import Context, InFlightCalls, current_call
+from radixkv.service.server.calls import Context, current_call
 from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
 from radixkv.service.server.receive.grpc_options import WINDOW_BYTES, max_message_bytes
 from radixkv.service.server.receive.parsing import PIECE_BYTES, parse_in_pieces
@@ -35,6 +35,7 @@ _ENDLESS_SHARE = 1 / 8
 _MAX_SMALL_BYTES = 4096
 # Orchestrators check health until the server has stopped.
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"
+_DRAIN_POLL_S = 0.005  # between two checks whether all calls have ended
 
 Parse = Callable[[bytes], Any]
 
@@ -72,7 +73,7 @@ class InFlightCall:
         self._receiver = receiver
         self._calls = calls
         self._caller = QuotaKey.of_caller(authorization.identity, self.peer)
-        self._owner: QuotaKey | None = None
+        self._owner = self._caller  # the quota key that the held bytes are charged to
         self._num_held_bytes = 0
         self._num_reserved_bytes = 0
         calls.take(self._caller, 1)
@@ -107,12 +108,11 @@ class InFlightCall:
         self._hold(num_bytes)
 
     def _release(self) -> None:
-        if self._owner is not None and self._num_held_bytes:
+        if self._num_held_bytes:
             self._receiver.held_bytes.release(self._owner, self._num_held_bytes)
             self._num_held_bytes = 0
 
     def _hold(self, num_bytes: int) -> None:
-        assert self._owner is not None, "a call holds bytes only after its request was received"
         self._receiver.held_bytes.take(self._owner, num_bytes)
         self._num_held_bytes += num_bytes
 
@@ -134,14 +134,15 @@ class Receiver:
 
     Attributes:
         held_bytes: counts the bytes of requests and unsent responses.
-        in_flight: the calls whose request has arrived, except for endless calls.
+        in_flight: the calls whose request has arrived, and whose response is not completely written yet, except for
+            endless calls.
     """
 
     def __init__(self, config: ServerConfig, limits: Limits) -> None:
         num_slots = max(_MIN_SLOTS, config.max_receiving_bytes // max_message_bytes(config, limits))
         max_endless = max(1, int(_ENDLESS_SHARE * config.max_calls))
         self.held_bytes = FairShares(config.max_held_bytes, "bytes of requests and unsent responses")
-        self.in_flight = InFlightCalls()
+        self.in_flight: set[object] = set()
         self._slots = ReceiveSlots(num_slots, _MAX_WAITING_CALLS, config.receive_timeout_s)
         self._parse_slots = asyncio.Semaphore(_MAX_PARSING)
         self._calls = FairShares(config.max_calls, "calls in flight")
@@ -165,6 +166,19 @@ class Receiver:
     def refuse_new(self) -> None:
         """From now on refuse new calls, and calls whose request has not arrived. Health checks are still answered."""
         self._is_draining = True
+
+    async def wait_for_calls(self, timeout_s: float) -> bool:
+        """Wait for the calls that are in flight now, at most `timeout_s` seconds. Later calls are not waited for.
+
+        Returns:
+            Whether they have all ended.
+        """
+        awaited_calls = self.in_flight.copy()
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        while self.in_flight & awaited_calls and loop.time() < end_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return not self.in_flight & awaited_calls
 
     def begin(self, context: Context, authorization: Authorization, *, is_endless: bool = False) -> InFlightCall:
         """Count a call until it ends.

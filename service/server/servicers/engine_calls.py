@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from radixkv.config import ServerConfig
@@ -17,33 +16,10 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Deadlines of prompts: every prompt has one, and none exceeds a maximum.
-
-    Attributes:
-        default_s: seconds for a prompt whose caller sets no deadline.
-        max_s: maximum seconds for any prompt.
-    """
-
-    default_s: float
-    max_s: float
-
-    @classmethod
-    def of(cls, config: ServerConfig) -> Deadlines:
-        """Return the deadlines of a configuration."""
-        return cls(config.default_deadline_s, config.max_deadline_s)
-
-    def seconds_left(self, requested_s: float | None) -> float:
-        """Return the seconds that a prompt has.
-
-        >>> [Deadlines(600, 3600).seconds_left(requested_s) for requested_s in (None, 5, 1e9)]
-        [600, 5, 3600]
-
-        Args:
-            requested_s: seconds until the caller's deadline; None without one.
-        """
-        return min(self.default_s if requested_s is None else requested_s, self.max_s)
+def seconds_left(context: Context, config: ServerConfig) -> float:
+    """Return the seconds that a prompt has: until the caller's deadline, or the default, and at most the maximum."""
+    remaining_s = context.time_remaining()
+    return min(config.default_deadline_s if remaining_s is None else remaining_s, config.max_deadline_s)
 
 
 def traceparent_of(context: Context) -> str:

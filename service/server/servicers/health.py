@@ -13,7 +13,6 @@ import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from radixkv.service.server.accept_loop import add_handlers
 from radixkv.service.server.calls import Context
 from radixkv.service.server.guarded_server import GuardedServer
 from radixkv.service.server.servicers.health_status import HealthStatus
@@ -81,7 +80,7 @@ def add_health(server: GuardedServer, health: HealthStatus) -> None:
             request_deserializer=HealthListRequest.FromString,
             response_serializer=HealthListResponse.SerializeToString,
         )
-        add_handlers(server, SERVICE, {"List": handler})
+        server.add_service(SERVICE, {"List": handler})
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # not typed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hmac
 import logging
 import time
 import weakref
@@ -30,6 +29,7 @@ from radixkv.offload.index.prompt_blocks import FetchedBlocks, KeyedBlock
 from radixkv.offload.tiers.block_mac import BlockMac
 from radixkv.offload.tiers.block_object import ObjectFault
 from radixkv.service.client.async_client import AsyncClient
+from radixkv.service.server.auth.authenticator import has_token
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
 from radixkv.service.server.servicers.engine_calls import result_of
@@ -76,14 +76,16 @@ class KVFetcher:
     Args:
         engine: knows the blocks of a prompt, and which of them are cached.
         mailbox: delivers the engine's results.
-        sources: the servers to fetch from.
+
+    Raises:
+        ConfigError: a section `kv_sources` cannot be used.
     """
 
-    def __init__(self, engine: Engine, mailbox: Mailbox, sources: KVSources) -> None:
+    def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
         self._engine = engine
         self._mailbox = mailbox
         transfer = engine.transfer
-        self._sources = sources
+        self._sources = KVSources({} if transfer is None else transfer.sources)
         max_bytes = 0 if transfer is None else transfer.config.max_fetching_bytes
         self._held_bytes = FairShares(max_bytes // 2, "bytes of fetched K/V")
 
@@ -149,10 +151,7 @@ class KVFetcher:
 def _fleet(transfer: Transfer, authorization: str) -> FleetAccess | None:
     """Return this server's fleet if the call has the fleet's token; otherwise None."""
     fleet = transfer.fleet
-    if fleet is None:
-        return None
-    actual, expected = authorization.encode("utf-8", "surrogatepass"), f"Bearer {fleet.token}".encode()
-    return fleet if hmac.compare_digest(actual, expected) else None
+    return fleet if fleet is not None and has_token(authorization, fleet.token) else None
 
 
 class _HandleInStore(NamedTuple):

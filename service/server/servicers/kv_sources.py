@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from radixkv.config import KVSourceConfig
 from radixkv.config.named_file import read_named
@@ -14,7 +14,6 @@ from radixkv.service.client.async_client import AsyncClient
 from radixkv.service.client.connection import Connection, server_name_options
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
-    from radixkv.engine.engine import Engine
     from radixkv.engine.transfer.transfer import FleetAccess
 
 # A response of FetchKV has at most 1 MiB of a block. Clients accept larger messages by default.
@@ -22,6 +21,14 @@ _MAX_RESPONSE_BYTES = 4 << 20
 _OPTIONS = (("grpc.max_receive_message_length", _MAX_RESPONSE_BYTES),)
 
 _logger = logging.getLogger(__name__)
+
+
+class _Source(NamedTuple):
+    """What a section `kv_sources` says about a server: the section's name, the file of CAs, and the token."""
+
+    name: str
+    tls_ca: str | None
+    token: str | None
 
 
 def require_sources(configs: Mapping[str, KVSourceConfig]) -> None:
@@ -50,24 +57,22 @@ class KVSources:
     """
 
     def __init__(self, configs: Mapping[str, KVSourceConfig]) -> None:
-        self._configs: dict[str, tuple[str, KVSourceConfig]] = {}
-        self._tokens: dict[str, str | None] = {}
+        self._sources: dict[str, _Source] = {}  # by address, like the clients
         self._clients: dict[str, AsyncClient] = {}
         for name, config in configs.items():
             address = config.address
             token = _read_token(name, config)
             _require_access(name, config, token)
-            if address in self._configs:
-                other_name, _ = self._configs[address]
+            if address in self._sources:
                 raise ConfigError(
-                    f"kv_sources.{name}.address: kv_sources.{other_name} has the same address; each must be unique"
+                    f"kv_sources.{name}.address: kv_sources.{self._sources[address].name} has the same address; each "
+                    "must be unique"
                 )
-            self._configs[address] = (name, config)
-            self._tokens[address] = token
+            self._sources[address] = _Source(name, config.tls_ca, token)
 
     def has_section(self, address: str) -> bool:
         """Return whether a section has this address."""
-        return address in self._configs
+        return address in self._sources
 
     def client_of(self, address: str, fleet: FleetAccess | None = None) -> AsyncClient:
         """Return the client of a server, which is created by the first call.
@@ -82,35 +87,24 @@ class KVSources:
             KVSourceUnusable: the CA certificates for the server can no longer be used. The log has the cause, which may
                 name files.
         """
-        if address not in self._configs and fleet is None:
+        source = self._sources.get(address)
+        if source is None and fleet is None:
             raise InvalidRequest("kv_source.address: no section kv_sources of this server has this address")
         if address not in self._clients:
             _require_address(address)
-            name = f"kv_sources.{self._configs[address][0]}" if address in self._configs else "fleet"
             try:
-                self._clients[address] = self._connect(address, fleet)
+                if source is not None:
+                    client = AsyncClient(address, tls_ca=source.tls_ca, token=source.token, options=_OPTIONS)
+                else:
+                    assert fleet is not None
+                    client = _connect_to_member(address, fleet)
             except (OSError, ValueError) as error:
-                _logger.error("%s: %s", name, error)
+                _logger.error("%s: %s", "fleet" if source is None else f"kv_sources.{source.name}", error)
                 raise KVSourceUnusable(
                     "kv_source: this server's certificates for it cannot be used; the server's log has the cause"
                 ) from error
+            self._clients[address] = client
         return self._clients[address]
-
-    def _connect(self, address: str, fleet: FleetAccess | None) -> AsyncClient:
-        if address in self._configs:
-            _, config = self._configs[address]
-            return AsyncClient(address, tls_ca=config.tls_ca, token=self._tokens[address], options=_OPTIONS)
-        assert fleet is not None
-        return _connect_to_member(address, fleet)
-
-
-def sources_of(engine: Engine) -> KVSources:
-    """Return the connections to the servers that an engine may fetch from; none if the engine fetches nothing.
-
-    Raises:
-        ConfigError: as `require_sources`.
-    """
-    return KVSources({} if engine.transfer is None else engine.transfer.sources)
 
 
 def _connect_to_member(address: str, fleet: FleetAccess) -> AsyncClient:

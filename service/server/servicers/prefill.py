@@ -7,7 +7,8 @@ cancelled cancels its future, and with it the request. `GuardedServer` turns exc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,16 +18,19 @@ import grpc
 from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
-from radixkv.errors import RadixKVError, SwitchedOff
+from radixkv.api.sampling import Sampling
+from radixkv.config import ServerConfig
+from radixkv.errors import InvalidRequest, RadixKVError, SwitchedOff
 from radixkv.service.server.calls import Context, add_done_callback
 from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.receive.fair_shares import QuotaKey
-from radixkv.service.server.servicers.engine_calls import Deadlines, authorization_of, result_of, traceparent_of
+from radixkv.service.server.servicers.engine_calls import authorization_of, result_of, seconds_left, traceparent_of
 from radixkv.service.server.servicers.generation import Explanation, GenerateCall
 from radixkv.service.server.servicers.kv_fetcher import KVFetcher
 from radixkv.service.server.servicers.kv_sender import KVSender
-from radixkv.service.server.servicers.kv_sources import KVSources
 from radixkv.service.server.servicers.messages import (
+    MAX_NAME_CHARS,
     prefill_response,
     read_caller,
     read_grammar,
@@ -38,8 +42,8 @@ from radixkv.service.server.servicers.messages import (
 )
 from radixkv.service.server.servicers.response_writer import ResponseWriter
 from radixkv.service.server.servicers.stop_strings import stop_strings
-from radixkv.service.server.servicers.tool_calls import with_tool_calls
 from radixkv.service.server.shared_parts import SharedParts
+from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import prefill_pb2, prefill_pb2_grpc
 
@@ -56,24 +60,26 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     Args:
         engine: computes the prompts.
         shared: parts that other servicers use as well.
-        deadlines: the time that a prompt may take.
-        sources: servers to fetch K/V from.
+        config: limits the time that a prompt may take.
+
+    Raises:
+        ConfigError: a section `kv_sources` cannot be used.
     """
 
-    def __init__(self, engine: Engine, shared: SharedParts, deadlines: Deadlines, sources: KVSources) -> None:
+    def __init__(self, engine: Engine, shared: SharedParts, config: ServerConfig) -> None:
         self._engine = engine
         self._shared = shared
-        self._deadlines = deadlines
+        self._config = config
         self._mailbox = Mailbox()
         self._writer = ResponseWriter()
         self._kv_sender = KVSender(engine, self._mailbox)
-        self._kv_fetcher = KVFetcher(engine, self._mailbox, sources)
+        self._kv_fetcher = KVFetcher(engine, self._mailbox)
         self._role = "both" if engine.transfer is None else engine.transfer.config.role
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
         """Compute the part of a prompt that is not cached, and return the next token."""
         self._require_role("Prefill")
-        params = read_params(request, self._seconds_left(context), traceparent_of(context))
+        params = read_params(request, seconds_left(context, self._config), traceparent_of(context))
         async with self._begin_explanation(request, params) as explanation:
             future = self._engine.prefill(params)
             if params.hold_lease:
@@ -126,11 +132,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         With n > 1, each completion is its own request of the engine; the prompt is prefilled once.
         """
         self._require_role("Generate")
-        params = read_params(request.prefill, self._seconds_left(context), traceparent_of(context))
+        params = read_params(request.prefill, seconds_left(context, self._config), traceparent_of(context))
         num_completions = read_num_completions(request)
         key = QuotaKey.of_tenant(params.caller.tenant)
         sampling = await self._shared.grammars.constrain(read_sampling(request), read_grammar(request), key)
-        sampling = await with_tool_calls(self._shared.tokenizer, request.tool_call_begin, sampling)
+        sampling = await _with_tool_calls(self._shared.tokenizer, request.tool_call_begin, sampling)
         stops = await stop_strings(self._shared.tokenizer, request.stop, params, sampling, num_completions)
         async with self._begin_explanation(request.prefill, params) as explanation:
             generation = GenerateCall(
@@ -185,5 +191,27 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if call == _REFUSED_CALLS[self._role]:
             raise SwitchedOff(f"{call}: this server does not offer it, because its transfer.role is {self._role}")
 
-    def _seconds_left(self, context: Context) -> float:
-        return self._deadlines.seconds_left(context.time_remaining())
+
+async def _with_tool_calls(tokenizer: ModelTokenizer, begin: str, sampling: Sampling) -> Sampling:
+    """Return the options of a generation that recognizes tool calls by the text with which they begin.
+
+    Args:
+        tokenizer: the model's tokenizer, which is loaded on another thread.
+        begin: the text; empty to change nothing.
+        sampling: the options.
+
+    Raises:
+        InvalidRequest: the text is too long, or the model has no tokenizer.
+    """
+    if not begin:
+        return sampling
+    if len(begin) > MAX_NAME_CHARS:
+        raise InvalidRequest(f"tool_call_begin: expected at most {MAX_NAME_CHARS} characters, got {len(begin)}")
+    loaded = await tokenizer.require_async("tool_call_begin", "the recognition of tool calls requires")
+    return dataclasses.replace(
+        sampling, is_tool_call=partial(_contains_tool_call, loaded, begin, loaded.special_id(begin))
+    )
+
+
+def _contains_tool_call(tokenizer: Tokenizer, begin: str, begin_id: int | None, token_ids: Sequence[int]) -> bool:
+    return begin_id in token_ids if begin_id is not None else begin in tokenizer.decode(token_ids)

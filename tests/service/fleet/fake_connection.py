@@ -17,8 +17,8 @@ from radixkv.service.fleet.replica_facts import FleetSecrets, ReplicaFacts
 SECRETS = FleetSecrets(bytes(range(32)), "token")
 
 
-def facts(address: str, epoch: int = 1) -> ReplicaFacts:
-    return ReplicaFacts(address, epoch, "fake", "fingerprint", 256, 4096, 4, "", 3600.0, SECRETS)
+def facts(address: str, epoch: int = 1, fingerprint: str = "fingerprint") -> ReplicaFacts:
+    return ReplicaFacts(address, epoch, "fake", fingerprint, 256, 4096, 4, "", 3600.0, SECRETS)
 
 
 def failure(code: grpc.StatusCode, details: str = "refused", cause: Cause | None = None) -> grpc.aio.AioRpcError:

@@ -25,6 +25,16 @@ def tokens(first: int, count: int = 41) -> bytes:
     return np.arange(first, first + count, dtype="<u4").tobytes()
 
 
+def snapshot_of(namespace: Namespace, cached_tokens: bytes) -> events_pb2.EventBatch:
+    """Return the only message of a snapshot in which a replica has cached these tokens."""
+    root = Identities("", SECRETS.events_key).of(namespace).root
+    hashes = np.frombuffer(hash_blocks(root, cached_tokens, 16), "<u8").tolist()
+    stored = events_pb2.BlocksStored(block_hashes=hashes, block_size=4)
+    message = events_pb2.EventBatch(sequence_number=9, events=[events_pb2.CacheEvent(stored=stored)])
+    message.snapshot.count = 1
+    return message
+
+
 class FakeFleet:
     """The state of a fleet of fake replicas, and their connections by name.
 
@@ -77,16 +87,25 @@ def test_a_prompt_is_routed_to_its_prefix_unless_the_queue_is_too_long() -> None
 def test_named_tenants_are_found_by_the_fleets_key() -> None:
     async def test() -> None:
         fleet = FakeFleet("a", "b")
-        root = Identities("", SECRETS.events_key).of(Namespace("fingerprint", "acme")).root
-        hashes = np.frombuffer(hash_blocks(root, tokens(0, 40), 16), "<u8").tolist()
-        stored = events_pb2.BlocksStored(block_hashes=hashes, block_size=4)
-        message = events_pb2.EventBatch(sequence_number=9, events=[events_pb2.CacheEvent(stored=stored)])
-        message.snapshot.count = 1
-        fleet.connections["b"].batches.put_nowait(message)
+        fleet.connections["b"].batches.put_nowait(snapshot_of(Namespace("fingerprint", "acme"), tokens(0, 40)))
         assert await becomes_true(fleet.connections["b"].batches.empty)
         routed = fleet.state.route(RoutingRequest(tokens(0), "acme"))
         assert (routed.name, routed.route.hits.total, routed.reason) == ("b", 40, RoutingReason.PREFIX)
         assert fleet.state.route(RoutingRequest(tokens(0), "other")).route.hits.total == 0
+        await fleet.state.close()
+
+    run(test)
+
+
+def test_prefixes_are_found_after_all_replicas_were_replaced_by_those_of_another_model() -> None:
+    async def test() -> None:
+        fleet = FakeFleet("a", "b")
+        fleet.state.update([facts("b"), facts("c", fingerprint="new"), facts("d", fingerprint="new")])
+        fleet.state.update([facts("c", fingerprint="new"), facts("d", fingerprint="new")])
+        fleet.connections["d"].batches.put_nowait(snapshot_of(Namespace("new", "acme"), tokens(0, 40)))
+        assert await becomes_true(fleet.connections["d"].batches.empty)
+        routed = fleet.state.route(RoutingRequest(tokens(0), "acme"))
+        assert (routed.name, routed.route.hits.total, routed.reason) == ("d", 40, RoutingReason.PREFIX)
         await fleet.state.close()
 
     run(test)

@@ -1,4 +1,4 @@
-"""No bytes from a client shut the server down."""
+"""No bytes from a client shut the server down, or fill the log through gRPC's own records."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from grpc_health.v1 import health_pb2
 from bench.hostile.attacks.frames import END_HEADERS, END_STREAM, HEADERS, RawConnection, frame, header_block
 from radixkv.service.client import AsyncClient
 from radixkv.service.server import accept_loop
-from radixkv.service.server.accept_loop import add_handlers, make_server
+from radixkv.service.server.accept_loop import is_kept, make_server
 from radixkv.service.server.reset_floods import MAX_RESETS
 from radixkv.service.server.server import Server
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import serving
 
+PROBE = "/radixkv.v1.PrefillService/Probe"
+METADATA_KEYS = ("authorization", "user-agent", "traceparent", "x-anything", "grpc-accept-encoding")
 NOT_UTF8 = ["/radixkv.v1.PrefillService/Prefill\xe3", "\xff", "/\x80/\x80", "/a/\xed\xa0\x80"]
 
 Handler = Callable[[bytes, Any], Awaitable[bytes]]
@@ -212,9 +214,9 @@ def test_an_unknown_version_of_grpcio_serves_with_a_warning(
 async def start_server(methods: dict[str, Handler], max_concurrent_calls: int = 100) -> tuple[grpc.aio.Server, str]:
     """Start a server with these methods of the service `test.Echo`; return it with its address."""
     server = make_server([], max_concurrent_calls)
-    add_handlers(
-        server, "test.Echo", {name: grpc.unary_unary_rpc_method_handler(each) for name, each in methods.items()}
-    )
+    handlers = {name: grpc.unary_unary_rpc_method_handler(each) for name, each in methods.items()}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", handlers),))
+    server.add_registered_method_handlers("test.Echo", handlers)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     return server, f"127.0.0.1:{port}"
@@ -227,3 +229,29 @@ async def first_codes(calls: list[Any], num_calls: int) -> list[grpc.StatusCode]
     for code in codes:
         code.cancel()
     return ended
+
+
+def record(text: str) -> logging.LogRecord:
+    return logging.LogRecord("grpc._cython.cygrpc", logging.ERROR, "", 0, text, ("/a/b",), None)
+
+
+def test_only_the_records_that_clients_cause_are_dropped() -> None:
+    assert not is_kept(record("ExecuteBatchError raised in core by servicer method [%s]"))
+    assert not is_kept(record("Invalid encoding on %s"))
+    assert is_kept(record("Unexpected [ValueError] raised by servicer method [%s]"))
+
+
+@pytest.mark.parametrize("name", METADATA_KEYS)
+def test_metadata_that_is_not_utf8_is_not_logged(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> str:
+        async with serving(FakeEngine()) as (_, address), AsyncClient(address) as client:
+            connection = await RawConnection.open(address, 65_535)
+            connection.call(PROBE, b"\x0a\x04\x01\x00\x00\x00", headers={name: b"secret \xff\xfe"})
+            status = await connection.read_status(PATIENCE_S)
+            connection.close()
+            await client.prefill([1, 2])
+            return status
+
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(run()) in ("0", "16")  # OK; or UNAUTHENTICATED, for the header `authorization`
+    assert caplog.text == ""

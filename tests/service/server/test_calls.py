@@ -1,72 +1,11 @@
 import asyncio
 
-import pytest
-
 from radixkv.service.client import AsyncClient
-from radixkv.service.server.calls import InFlightCalls, add_done_callback
+from radixkv.service.server.calls import add_done_callback
 from tests.patience import PATIENCE_S
 from tests.reference_cycles import uncollected
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import refusal_of, serving
-
-
-class Call:
-    """A call in flight, with a task of its own, until `end` is called."""
-
-    def __init__(self, calls):
-        self._is_over = asyncio.Event()
-        self.end = self._is_over.set
-        self._task = asyncio.create_task(self._run(calls))
-
-    async def _run(self, calls):
-        calls.add(self)
-        add_done_callback(lambda: calls.discard(self))
-        await self._is_over.wait()
-
-
-@pytest.fixture
-def calls():
-    return InFlightCalls()
-
-
-async def begin_call(calls):
-    call = Call(calls)
-    await asyncio.sleep(0)
-    return call
-
-
-def test_calls_in_flight_are_waited_for(calls):
-    async def run():
-        first, second = await begin_call(calls), await begin_call(calls)
-        waiting = asyncio.create_task(calls.wait_for_end(60))
-        first.end()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        was_waiting = not waiting.done()
-        second.end()
-        return was_waiting, await asyncio.wait_for(waiting, PATIENCE_S)
-
-    assert asyncio.run(run()) == (True, True)
-
-
-def test_later_calls_are_not_waited_for(calls):
-    async def run():
-        call = await begin_call(calls)
-        waiting = asyncio.create_task(calls.wait_for_end(60))
-        await asyncio.sleep(0)
-        await begin_call(calls)
-        call.end()
-        return await asyncio.wait_for(waiting, PATIENCE_S)
-
-    assert asyncio.run(run())
-
-
-def test_the_wait_is_bounded(calls):
-    async def run():
-        await begin_call(calls)
-        return await asyncio.wait_for(calls.wait_for_end(0.05), PATIENCE_S)
-
-    assert not asyncio.run(run())
 
 
 def test_calls_leave_no_reference_cycles():

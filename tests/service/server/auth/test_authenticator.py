@@ -1,7 +1,10 @@
+from datetime import UTC, datetime
+
 import pytest
+import trustme
 
 from radixkv.errors import InvalidCredential
-from radixkv.service.server.auth.authenticator import CredentialAuthenticator
+from radixkv.service.server.auth.authenticator import CredentialAuthenticator, expiry_of
 from radixkv.service.server.auth.credentials import parse_credentials
 from radixkv.service.server.auth.reloaded_files import ReloadedFiles
 
@@ -65,3 +68,16 @@ def test_a_wrong_token_is_refused_despite_a_valid_certificate():
     authenticator = make_authenticator(entry_of_certificate("a", 'role = "admin"'), has_certificates=True)
     with pytest.raises(InvalidCredential):
         authenticator.identify_call(Call(("authorization", "Bearer wrong"), x509_common_name=["a"]))
+
+
+@pytest.mark.parametrize("year", [2031, 2049, 2050, 2999])
+def test_the_expiry_of_a_certificate_is_read(year: int) -> None:
+    expires = datetime(year, 2, 3, 4, 5, 6, tzinfo=UTC)
+    pem = trustme.CA().issue_cert("a.example", not_after=expires).cert_chain_pems[0].bytes()
+    assert expiry_of(pem) == expires.timestamp()
+
+
+@pytest.mark.parametrize("pem", [b"", b"-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n"])
+def test_bytes_that_are_no_certificate_are_refused(pem: bytes) -> None:
+    with pytest.raises(ValueError):
+        expiry_of(pem)

@@ -9,7 +9,6 @@ from grpc_health.v1 import health_pb2
 
 from radixkv.config import Config
 from radixkv.service.server.auth.authorizer import RULES
-from radixkv.service.server.optional_services import optional_services
 from radixkv.v1.cache_pb2 import PurgeRequest, StatsRequest
 from radixkv.v1.model_pb2 import GetTokenizerRequest
 from radixkv.v1.prefill_pb2 import GenerateRequest, PrefillRequest
@@ -138,10 +137,10 @@ def allowed_by_port(tmp_path_factory):
     async def call_all_methods():
         engine = FakeEngine()
         engine.events = FakeSource()
-        services = optional_services(engine, config)
-        async with serving(
-            engine, model_path="tiny", services=services, gateway_tenant="acme", admin_port=0, **credential_files.tls
-        ) as (server, address):
+        async with serving(engine, model_path="tiny", gateway=config, admin_port=0, **credential_files.tls) as (
+            server,
+            address,
+        ):
             return (
                 await allowed_callers(address, credentials, "acme"),
                 await allowed_callers(server.admin_address, credentials, "boss"),

@@ -112,9 +112,16 @@ def test_another_invalid_change_is_logged_again(file, caplog):
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
 
 
-def test_files_that_change_while_they_are_read_are_never_combined(tmp_path):
+def reloaded_pair(tmp_path, rotations):
+    """Return a function that writes a pair of files, and one that returns their reloaded texts.
+
+    Args:
+        tmp_path: the folder of the files.
+        rotations: texts that replace both files between the reads of the first and the second file, one for each time
+            that the files are read; an empty text replaces nothing.
+    """
     paths = [tmp_path / "certificate", tmp_path / "key"]
-    rotations = iter(["", "second"])  # what is written between the reads of the two files, at each read
+    remaining_rotations = iter(rotations)
 
     def write(text):
         for path in paths:
@@ -122,17 +129,39 @@ def test_files_that_change_while_they_are_read_are_never_combined(tmp_path):
 
     def read():
         certificate = paths[0].read_text()
-        if text := next(rotations, ""):
+        if text := next(remaining_rotations, ""):
             write(text)
-        return certificate, paths[1].read_text()
+        key = paths[1].read_text()
+        if certificate.startswith("refuses") and key != certificate:
+            raise ConfigError("key: it does not belong to the certificate")
+        return certificate, key
 
+    return write, lambda: ReloadedFiles("pair", paths, read, is_watched=False)
+
+
+def test_files_that_change_while_they_are_read_are_never_combined(tmp_path):
+    write, reload = reloaded_pair(tmp_path, ["", "second"])
     write("1st")
-    pair = ReloadedFiles("pair", paths, read, is_watched=False)
+    pair = reload()
     write("the first change")
     pair.check()
     assert pair.get() == ("1st", "1st")
     pair.check()
     assert pair.get() == ("second", "second")
+
+
+@pytest.mark.parametrize("first", ["1st", "refuses another key"])
+def test_files_that_change_while_they_are_first_read_are_read_again(tmp_path, first):
+    write, reload = reloaded_pair(tmp_path, ["second", "the third"])
+    write(first)
+    assert reload().get() == ("the third", "the third")
+
+
+def test_files_that_never_stop_changing_are_refused_at_start(tmp_path):
+    write, reload = reloaded_pair(tmp_path, ["change" * length for length in range(1, 1000)])
+    write("first")
+    with pytest.raises(ConfigError, match="pair: the files change while they are read"):
+        reload()
 
 
 def test_a_file_that_is_broken_at_start_is_an_error(file):

@@ -1,3 +1,5 @@
+import importlib.util
+
 import pytest
 
 from radixkv.config import ServerConfig
@@ -74,6 +76,14 @@ def test_behind_a_proxy_that_terminates_tls_tokens_are_still_required(credential
 def test_keys_are_refused_without_the_keys_that_they_require(credential_files, keys, message):
     with pytest.raises(ConfigError, match=message):
         require_secure(ServerConfig(**{key: credential_files.mutual_tls[key] for key in keys}))
+
+
+def test_client_certificates_are_refused_without_the_package_that_reads_them(credential_files, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cryptography" else find_spec(name))
+    require_secure(ServerConfig(**credential_files.tls))
+    with pytest.raises(ConfigError, match=r"^server.client_ca: the package cryptography is missing.*\.\[encryption\]"):
+        require_secure(ServerConfig(**credential_files.mutual_tls))
 
 
 def test_files_are_read_before_a_model_is_loaded(credential_files, tmp_path):

@@ -12,7 +12,6 @@ from radixkv.config import Config
 from radixkv.gateway.engine_common_pb2 import SubscribeKvEventsRequest
 from radixkv.gateway.vllm_engine_pb2_grpc import VllmEngineStub
 from radixkv.service.server.gateway import event_stream
-from radixkv.service.server.optional_services import optional_services
 from tests.events.fake_source import BLOCK_SIZE, SALTED, FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
@@ -30,9 +29,8 @@ def run_with_server(talk, engine=None):
     engine = EngineWithEvents() if engine is None else engine
 
     async def run():
-        services = optional_services(engine, Config.load(None, ["gateway.enabled=true"]))
         async with (
-            serving(engine, services=services, drain_timeout_s=0.1) as (server, address),
+            serving(engine, gateway=Config(), drain_timeout_s=0.1) as (server, address),
             grpc.aio.insecure_channel(address) as channel,
         ):
 

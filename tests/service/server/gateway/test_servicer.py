@@ -17,7 +17,6 @@ from radixkv.gateway import engine_common_pb2, vllm_engine_pb2
 from radixkv.gateway.vllm_engine_pb2 import GenerateRequest, SamplingParams, TokenizedInput
 from radixkv.gateway.vllm_engine_pb2_grpc import VllmEngineStub
 from radixkv.service.server.model_tokenizer import ModelTokenizer
-from radixkv.service.server.optional_services import optional_services
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine, continuation
 from tests.service.serving import becomes_true, deadline_refusal, serving
@@ -32,10 +31,7 @@ def run_with_server(talk, engine=None, **config):
 
     async def run():
         async with (
-            serving(engine, services=optional_services(engine, gateway_config), **{"model_path": "tiny", **config}) as (
-                server,
-                address,
-            ),
+            serving(engine, gateway=gateway_config, **{"model_path": "tiny", **config}) as (server, address),
             grpc.aio.insecure_channel(address) as channel,
         ):
             stub = VllmEngineStub(channel)
@@ -372,9 +368,6 @@ def test_a_flush_purges_the_gateways_tenant_alone():
 def test_without_the_gateway_its_messages_are_not_loaded():
     program = (
         "import sys, radixkv.service.server.server, radixkv.service.cli.main\n"
-        "from radixkv.config import Config\n"
-        "from radixkv.service.server.optional_services import optional_services\n"
-        "assert optional_services(None, Config()) == []\n"
         "assert not [name for name in sys.modules if name.startswith('radixkv.gateway')]\n"
         "from google.protobuf import descriptor_pool\n"
         "try:\n    descriptor_pool.Default().FindMessageTypeByName('vllm.grpc.engine.SamplingParams')\n"

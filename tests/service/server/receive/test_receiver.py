@@ -24,11 +24,13 @@ from bench.hostile.attacks.frames import (
     frame,
     header_block,
 )
+from radixkv.config import ServerConfig
 from radixkv.errors import QueueFull
 from radixkv.service.client import AsyncClient
 from radixkv.service.server.receive import grpc_options
 from radixkv.service.server.receive import receiver as receiver_module
 from radixkv.service.server.receive.parsing import parse_in_pieces
+from radixkv.service.server.receive.receiver import Receiver
 from radixkv.v1.prefill_pb2 import PrefillRequest
 from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
@@ -411,3 +413,45 @@ def prefill_frames(message: PrefillRequest) -> bytes:
     body = message.SerializeToString()
     prefixed = b"\0" + len(body).to_bytes(4, "big") + body
     return frame(HEADERS, END_HEADERS, 1, header_block(PREFILL)) + frame(DATA, END_STREAM, 1, prefixed)
+
+
+def make_receiver():
+    return Receiver(ServerConfig(), FakeEngine().limits)
+
+
+def test_calls_in_flight_are_waited_for():
+    async def run():
+        receiver = make_receiver()
+        receiver.in_flight.update({"first", "second"})
+        waiting = asyncio.create_task(receiver.wait_for_calls(60))
+        await asyncio.sleep(0)
+        receiver.in_flight.discard("first")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        was_waiting = not waiting.done()
+        receiver.in_flight.discard("second")
+        return was_waiting, await asyncio.wait_for(waiting, PATIENCE_S)
+
+    assert asyncio.run(run()) == (True, True)
+
+
+def test_later_calls_are_not_waited_for():
+    async def run():
+        receiver = make_receiver()
+        receiver.in_flight.add("first")
+        waiting = asyncio.create_task(receiver.wait_for_calls(60))
+        await asyncio.sleep(0)
+        receiver.in_flight.add("later")
+        receiver.in_flight.discard("first")
+        return await asyncio.wait_for(waiting, PATIENCE_S)
+
+    assert asyncio.run(run())
+
+
+def test_the_wait_for_calls_is_bounded():
+    async def run():
+        receiver = make_receiver()
+        receiver.in_flight.add("endless")
+        return await asyncio.wait_for(receiver.wait_for_calls(0.05), PATIENCE_S)
+
+    assert not asyncio.run(run())

@@ -5,19 +5,27 @@ import pytest
 
 from radixkv.config import ServerConfig
 from radixkv.service.client import AsyncClient
-from radixkv.service.server.servicers.engine_calls import Deadlines
+from radixkv.service.server.servicers.engine_calls import seconds_left
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import serving
 
 
+class CallWithDeadline:
+    """A call whose deadline ends after this time in seconds; None for no deadline."""
+
+    def __init__(self, remaining_s):
+        self.time_remaining = lambda: remaining_s
+
+
 @pytest.mark.parametrize(("requested_s", "expected_s"), [(None, 20), (5, 5), (1e9, 30)])
 def test_a_deadline_is_the_callers_own_within_bounds(requested_s, expected_s):
-    deadlines = Deadlines.of(ServerConfig(default_deadline_s=20, max_deadline_s=30))
-    assert deadlines.seconds_left(requested_s) == expected_s
+    config = ServerConfig(default_deadline_s=20, max_deadline_s=30)
+    assert seconds_left(CallWithDeadline(requested_s), config) == expected_s
 
 
 def test_the_default_is_bounded_too():
-    assert Deadlines(600, 10).seconds_left(None) == 10
+    config = ServerConfig(default_deadline_s=600, max_deadline_s=10)
+    assert seconds_left(CallWithDeadline(None), config) == 10
 
 
 def test_a_prompt_without_a_deadline_has_the_default():

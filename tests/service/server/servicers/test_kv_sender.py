@@ -42,7 +42,6 @@ from radixkv.service.client import KVSource
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.servicers import kv_sender
 from radixkv.service.server.servicers.kv_fetcher import KVFetcher
-from radixkv.service.server.servicers.kv_sources import sources_of
 from radixkv.service.server.status import status_of
 from radixkv.storage.layer_bytes import LayerBytes, Layers
 from radixkv.v1.prefill_pb2 import FetchKVRequest
@@ -182,7 +181,7 @@ def fetch(sending: FakeTransfer, lease_id: str = "a lease", stores: FakeStores |
         async with serving(source) as (_, address):
             target.transfer = FakeTransfer(address, **config)
             target.transfer.stores = stores or FakeStores()
-            fetcher = KVFetcher(target, Mailbox(), sources_of(target))
+            fetcher = KVFetcher(target, Mailbox())
             params = PrefillParams(PROMPT, Caller("acme"))
             try:
                 fetched_blocks = await fetcher.fetch(params, KVSource(address=address, lease_id=lease_id))
@@ -225,7 +224,7 @@ def test_queued_generations_of_a_tenant_do_not_keep_other_tenants_from_fetching(
         source.transfer = FakeTransfer()
         async with serving(source) as (_, address):
             target.transfer = FakeTransfer(address, max_fetching_bytes=4 * NUM_BLOCKS * PAYLOAD_BYTES)
-            fetcher = KVFetcher(target, Mailbox(), sources_of(target))
+            fetcher = KVFetcher(target, Mailbox())
             lease = KVSource(address=address, lease_id="a lease")
             tenants = ("busy", "busy", "busy", "other", "other", "third")
             fetched_blocks = [await fetcher.fetch(PrefillParams(PROMPT, Caller(tenant)), lease) for tenant in tenants]
@@ -337,7 +336,7 @@ def test_no_block_that_a_peer_alters_is_used(num_cases: int, seed: int) -> None:
         source.transfer = Peer()
         async with serving(source) as (_, address):
             target.transfer = Peer(address, mac=mac)
-            fetcher = KVFetcher(target, Mailbox(), sources_of(target))
+            fetcher = KVFetcher(target, Mailbox())
             params = PrefillParams(PROMPT, Caller("acme"))
             for case in range(num_cases):
                 index = rng.randrange(altered.NUM_BLOCKS)

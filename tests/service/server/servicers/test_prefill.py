@@ -15,13 +15,11 @@ from google.protobuf.duration_pb2 import Duration
 from radixkv.api.caller import Caller
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
-from radixkv.config import TransferConfig
+from radixkv.config import ServerConfig, TransferConfig
 from radixkv.service.client import AsyncClient, logits_of
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.receive.fair_shares import FairShares
-from radixkv.service.server.servicers.engine_calls import Deadlines
 from radixkv.service.server.servicers.explanations import Explainer
-from radixkv.service.server.servicers.kv_sources import KVSources
 from radixkv.service.server.servicers.prefill import PrefillServicer
 from radixkv.service.server.shared_parts import SharedParts
 from radixkv.service.structured.grammars import Grammars
@@ -426,7 +424,7 @@ def test_a_cancelled_handler_ends_cancelled():
             Explainer(engine, tokenizer),
             FairShares(10**6, "bytes"),
         )
-        servicer = PrefillServicer(engine, shared, Deadlines(60, 60), KVSources({}))
+        servicer = PrefillServicer(engine, shared, ServerConfig())
         handler = asyncio.create_task(servicer.Prefill(PrefillRequest(token_ids=[1]), Context()))
         assert await becomes_true(lambda: len(engine.futures) == 1)
         handler.cancel()

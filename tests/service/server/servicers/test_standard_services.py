@@ -21,7 +21,6 @@ from radixkv.service.client import AsyncClient
 from radixkv.service.fleet.ingress_server import IngressServer
 from radixkv.service.server import server as server_module
 from radixkv.service.server.auth.authorizer import RULES, MethodRule, Permission
-from radixkv.service.server.optional_services import optional_services
 from radixkv.service.server.server import Server
 from radixkv.service.server.servicers.standard_services import log_missing_services
 from radixkv.v1 import cache_pb2_grpc, events_pb2_grpc, fleet_pb2_grpc, model_pb2_grpc, prefill_pb2_grpc
@@ -90,8 +89,7 @@ def test_a_new_method_of_any_service_is_unimplemented(
     async def run() -> dict[str, grpc.StatusCode]:
         engine = FakeEngine()
         engine.events = FakeSource()
-        services = optional_services(engine, Config.load(None, ["gateway.enabled=true"]))
-        async with serving(engine, services=services) as (_, address), grpc.aio.insecure_channel(address) as channel:
+        async with serving(engine, gateway=Config()) as (_, address), grpc.aio.insecure_channel(address) as channel:
             assert (await AsyncClient(address).prefill([1, 2, 3], timeout_s=PATIENCE_S)).usage.prompt_tokens == 3
             return {
                 service: (await refusal_of(channel.unary_unary(f"/{service}/New")(b"", timeout=PATIENCE_S))).code()
