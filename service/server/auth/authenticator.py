@@ -87,7 +87,11 @@ class CredentialAuthenticator:
             return self._identify_token(headers)
         auth_properties = context.auth_context()
         for pem in auth_properties.get("x509_pem_cert", ()):  # TLS checks the expiry only when a connection begins
-            if self._unix_time_s() >= expiry_of(pem):
+            try:
+                expires_at_s = expiry_of(pem)
+            except ValueError:  # OpenSSL accepts some certificates that do not follow RFC 5280
+                raise InvalidCredential("certificate: its time of expiry cannot be read; use another one") from None
+            if self._unix_time_s() >= expires_at_s:
                 raise InvalidCredential("certificate: it has expired; reconnect with a new one")
         credential = self._credentials.get().of_certificate(_names_in_certificate(auth_properties))
         return self._require_valid(credential, "certificate: its names match no credential of this service, or several")
@@ -134,8 +138,11 @@ def expiry_of(pem: bytes) -> float:
         pem: a certificate, PEM.
 
     Raises:
-        ValueError: `pem` is not a certificate.
+        ValueError: `pem` is not a certificate, or one that cannot be parsed.
     """
-    from cryptography.x509 import load_pem_x509_certificate  # of the extra `engine`, which every server has
+    from cryptography.x509 import InvalidVersion, load_pem_x509_certificate  # part of the extra `engine`
 
-    return load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
+    try:
+        return load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
+    except InvalidVersion as error:  # a certificate of version 2, which cryptography does not parse
+        raise ValueError(str(error)) from error

@@ -70,6 +70,12 @@ def test_a_wrong_token_is_refused_despite_a_valid_certificate():
         authenticator.identify_call(Call(("authorization", "Bearer wrong"), x509_common_name=["a"]))
 
 
+def test_a_certificate_whose_expiry_cannot_be_read_is_refused():
+    authenticator = make_authenticator(entry_of_certificate("a", 'role = "admin"'), has_certificates=True)
+    with pytest.raises(InvalidCredential, match="certificate: its time of expiry cannot be read"):
+        authenticator.identify_call(Call(x509_common_name=["a"], x509_pem_cert=["not a certificate"]))
+
+
 @pytest.mark.parametrize("year", [2031, 2049, 2050, 2999])
 def test_the_expiry_of_a_certificate_is_read(year: int) -> None:
     expires = datetime(year, 2, 3, 4, 5, 6, tzinfo=UTC)
