@@ -11,10 +11,9 @@ import numpy as np
 from radixkv.doctor.causes import MissCause, Sides, cause_of
 from radixkv.doctor.finding import Finding, GroupKey, Replacement, Sample, Side, place_of
 from radixkv.doctor.prompt_log import LoggedPrompt, SegmentOf
-from radixkv.explain.comparison import NUM_CONTEXT_TOKENS, Decode, Decoder, compare
-from radixkv.explain.explanation import NUM_SHOWN_BEFORE, NUM_SHOWN_TOKENS
-from radixkv.explain.kinds import end_of_reordering, has_same_tokens
+from radixkv.explain.comparison import NUM_SHOWN_BEFORE, Decode, Decoder, compare, excerpt_of
 from radixkv.explain.realignment import Realignment, Tokens, num_equal_tokens, realign
+from radixkv.explain.reordering import end_of_reordering, has_same_tokens
 
 MAX_DIFFERENCES = 64
 """Maximum number of examined differences between two prompts. A template may write something before each message."""
@@ -166,10 +165,9 @@ class Examiner:
         decoder = self._decoder(tokens, start)
         ours, theirs = tokens[start:], other.tokens[difference.earlier_start :]
         comparison = compare(ours, theirs, realignment, is_first=not start, decoder=decoder)
-        place = comparison.place
         sides = Sides(
-            _text(decoder, ours, _MAX_TEXT_TOKENS if place is None else place.prompt_span),
-            _text(decoder, theirs, _MAX_TEXT_TOKENS if place is None else place.branch_span),
+            _text(decoder, ours, _MAX_TEXT_TOKENS if realignment is None else realignment.prompt_span),
+            _text(decoder, theirs, _MAX_TEXT_TOKENS if realignment is None else realignment.branch_span),
             segment_of(start) if segment_of else "",
             is_same_session=bool(prompt.session) and prompt.session == other.prompt.session,
             num_prompt_tokens=tokens.size,
@@ -197,9 +195,7 @@ class Examiner:
         return differences
 
     def _decoder(self, tokens: Tokens, start: int) -> Decoder | None:
-        if self.decode is None:
-            return None
-        return Decoder(self.decode, tokens[max(0, start - NUM_CONTEXT_TOKENS) : start].tolist())
+        return None if self.decode is None else Decoder(self.decode, tokens, start)
 
     def _sample(self, prompt: LoggedPrompt, tokens: Tokens, other: Earlier, difference: _Difference) -> Sample:
         start, realignment = difference.start, difference.realignment
@@ -241,17 +237,12 @@ def _replacements(difference: _Difference, other: Earlier) -> list[Replacement]:
 
 
 def _text(decoder: Decoder | None, tokens: Tokens, span: int) -> str:
-    return "" if decoder is None else decoder.decode_without_context(tokens[: min(span, _MAX_TEXT_TOKENS)].tolist())
+    return "" if decoder is None else decoder.decode_without_context(tokens[: min(span, _MAX_TEXT_TOKENS)])
 
 
 def _side(tokens: Tokens, span: int | None, decoder: Decoder | None) -> Side:
-    ids = tokens[:NUM_SHOWN_TOKENS].tolist()
-    num_different = len(ids) if span is None else min(span, len(ids))
-    if decoder is None:
-        return Side(tuple(ids), num_different, "", "", span)
-    text = decoder.decode_without_context(ids[:num_different])
-    whole_text = decoder.decode_without_context(ids)
-    return Side(tuple(ids), num_different, text, whole_text.removeprefix(text), span)
+    excerpt = excerpt_of(tokens, span, decoder)
+    return Side(excerpt.token_ids, excerpt.num_different, excerpt.different_text, excerpt.equal_text, span)
 
 
 def as_uint32(tokens: bytes) -> Tokens:
