@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from radixkv.api.miss_reason import MissReason
@@ -28,6 +28,7 @@ from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 MIN_LOST_TOKENS = 64
 """Smaller losses of a prompt are not reported by default."""
 
+_DEFAULTS = CacheConfig()
 _MAX_ROUNDS = 8  # how often one prompt is examined and changed
 _MIN_FIXED_TOKENS = 8  # a fixed cause is not removed where it loses fewer tokens
 _MAX_GROWTH = 4  # the replacements may multiply the tokens of the log by this factor at most
@@ -79,9 +80,9 @@ class CacheSize:
     """
 
     capacity_tokens: int | None = None
-    block_size: int = field(default_factory=lambda: CacheConfig().block_size)
-    policy: str = field(default_factory=lambda: CacheConfig().policy)
-    probation_share: float = field(default_factory=lambda: CacheConfig().probation_share)
+    block_size: int = _DEFAULTS.block_size
+    policy: str = _DEFAULTS.policy
+    probation_share: float = _DEFAULTS.probation_share
 
 
 class _Evictions(Listener):
@@ -144,7 +145,7 @@ class Replay:
         self._num_units = 0  # of all replayed prompts, with their replacements
         self._unbounded = PrefixCache(num_blocks, self._block_size, max_evicted_prefixes=0, clock=lambda: self._now_s)
         self._bounded: PrefixCache | None = None
-        self._evictions = _Evictions(CacheConfig().evicted_prefixes)
+        self._evictions = _Evictions(_DEFAULTS.evicted_prefixes)
         if size.capacity_tokens is not None:
             capacity = size.capacity_tokens // log.tokens_per_unit // self._block_size
             self._bounded = PrefixCache(
