@@ -22,9 +22,10 @@ from radixkv.cache.sessions import MAX_SESSION_PROMPT_BYTES
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import ConfigError
 from radixkv.namespace import Namespace
-from radixkv.planning.tiers import SimulatedTiers, TierCapacity, TierUsage, VirtualClock, check_tiers
+from radixkv.planning.tiers import SimulatedTiers, TierCapacity, TierUsage, check_tiers
 from radixkv.planning.time_model import TimeModel
 from radixkv.planning.trace import MIN_STEP_S, TOKENS_PER_ID, TraceRequest, prompt_tokens, sequence_tokens
+from radixkv.planning.virtual_clock import VirtualClock
 from radixkv.scheduling.request import Request
 
 OPTIMAL = "optimal"
@@ -228,7 +229,7 @@ class _CacheReplay:
             max_evicted_prefixes=0,
             max_session_prompt_bytes=MAX_SESSION_PROMPT_BYTES if self.tiers and times else 0,
             listeners=[self.tiers.index] if self.tiers else (),
-            clock=lambda: self._clock.now_s,
+            clock=self._clock,
         )
         if self.tiers:
             self.tiers.connect(self.cache)

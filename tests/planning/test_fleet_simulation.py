@@ -161,10 +161,10 @@ class ReplicaAndClock:
             clock=lambda: self.now_s,
         )
 
-    def send(self, index: int, *ids: int) -> float | None:
+    def send(self, ticket: int, *ids: int) -> float | None:
         """Send a prompt now. Returns when it ends; None if it waits for another request."""
         tokens = np.array(ids, "<u4").tobytes()
-        return self.replica.send(SimulatedRequest(index, self.now_s, tokens, Route("a", Hits(), False, index)))
+        return self.replica.send(SimulatedRequest(self.now_s, tokens, Route("a", Hits(), False, ticket)))
 
 
 def test_requests_are_computed_one_after_the_other() -> None:
@@ -174,10 +174,10 @@ def test_requests_are_computed_one_after_the_other() -> None:
     assert setup.send(1, 1, 2, 3, 4, 6, 7) is None
     setup.now_s = 15.0
     request, computed_tokens, next_end_s = setup.replica.end()
-    assert (request.index, computed_tokens, next_end_s) == (0, 5, 17.0)  # 4 tokens are cached
+    assert (request.route.ticket, computed_tokens, next_end_s) == (0, 5, 17.0)  # 4 tokens are cached
     setup.now_s = 17.0
     request, computed_tokens, next_end_s = setup.replica.end()
-    assert (request.index, computed_tokens, next_end_s) == (1, 2, None)
+    assert (request.route.ticket, computed_tokens, next_end_s) == (1, 2, None)
     assert (setup.replica.computed_tokens, setup.replica.cached_tokens) == (7, 4)
     assert setup.replica.ttfts_s == [5.0, 6.0]
 
