@@ -201,7 +201,8 @@ class SimulatedTiers:
     def _process(self) -> None:
         """Do what the engine does between two steps."""
         self._prefetcher.look_ahead(self._clock.now_s)
-        for request in self._prefetcher.take(self._offload.ready()):
+        ready = set(self._prefetcher.take(self._offload.ready()))
+        for request in [each for each in self._waiting if each in ready]:  # requests of one load in order of arrival
             on_ready = self._waiting.pop(request)
             on_ready(request)
         self._offload.copy()
