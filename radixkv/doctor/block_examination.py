@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from radixkv.doctor.causes import MissCause
 from radixkv.doctor.examination import Earlier
 from radixkv.doctor.finding import Finding, GroupKey
-from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog, SegmentOf
+from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog
 from radixkv.errors import ConfigError
 from radixkv.explain.realignment import Tokens, num_equal_tokens
 from radixkv.namespace import Namespace
@@ -65,13 +65,7 @@ class BlockExaminer:
     tokens_per_id: int
 
     def examine(
-        self,
-        prompt: LoggedPrompt,
-        ids: Tokens,
-        num_cached: int,
-        earlier: Sequence[Earlier],
-        min_lost_tokens: int,
-        segment_of: SegmentOf | None = None,
+        self, prompt: LoggedPrompt, ids: Tokens, num_cached: int, earlier: Sequence[Earlier], min_lost_tokens: int
     ) -> Finding | None:
         """Return why a prompt could not reuse more of the previous prompt of its session.
 
@@ -81,7 +75,6 @@ class BlockExaminer:
             num_cached: number of reused blocks.
             earlier: earlier prompts; only the first one of the same session is compared.
             min_lost_tokens: losses of fewer tokens are not reported.
-            segment_of: not used.
 
         Returns:
             The finding; None if there is no previous prompt, the prompt continues it, or too few tokens were lost.

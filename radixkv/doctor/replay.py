@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from radixkv.api.miss_reason import MissReason
@@ -40,13 +40,7 @@ class PromptExaminer(Protocol):
     """Compares a prompt with earlier ones; see `Examiner` and `BlockExaminer`."""
 
     def examine(
-        self,
-        prompt: LoggedPrompt,
-        tokens: Tokens,
-        num_cached: int,
-        earlier: list[Earlier],
-        min_lost_tokens: int,
-        segment_of: SegmentOf | None = None,
+        self, prompt: LoggedPrompt, tokens: Tokens, num_cached: int, earlier: list[Earlier], min_lost_tokens: int
     ) -> Finding | None:
         """Return why a prompt could not reuse more of earlier ones."""
 
@@ -241,11 +235,10 @@ class Replay:
         numbers = self._index.candidates(namespace.seed, token_array, num_cached)
         former = self._sessions.get((namespace, prompt.session), ())
         numbers = list(dict.fromkeys((*former, *numbers)))
-        segment_of = prompt.segment_of
-        if segment_of is not None and rounds:
-            segment_of = _segment_before(segment_of, rounds)
+        if prompt.segment_of is not None and rounds:
+            prompt = replace(prompt, segment_of=_segment_before(prompt.segment_of, rounds))
         earlier = [self._earlier(each) for each in numbers]
-        finding = self._examiner.examine(prompt, token_array, num_cached, earlier, self._min_found_tokens, segment_of)
+        finding = self._examiner.examine(prompt, token_array, num_cached, earlier, self._min_found_tokens)
         namespace_finding = self._namespace_finding(namespace, tokens, num_cached)
         if namespace_finding is not None and (finding is None or namespace_finding.lost_tokens >= finding.lost_tokens):
             return namespace_finding
