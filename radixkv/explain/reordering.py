@@ -26,10 +26,12 @@ _REORDERED_SHARE = 0.9  # two spans have the same tokens if they share at least 
 _WINDOW_TOKENS = 8  # a span that was moved is searched for on the other side in windows of this length
 _MOVED_SHARE = 0.8  # minimum share of the windows of a moved span that are found
 _MAX_SEARCHED_TOKENS = 16_384  # of each side
-_MAX_SHIFT_TOKENS = 16  # by which the lengths of reordered spans may differ, as a text may be tokenized differently
-_MAX_UNSHARED_SHARE = 0.06  # of the tokens of both reordered spans, for the same reason
+# Two reordered spans may differ in their lengths by this many tokens, and this share of their tokens may be in only one
+# of them, because a tokenizer may split the same text differently next to other text.
+_MAX_SHIFT_TOKENS = 16
+_MAX_UNSHARED_SHARE = 0.06
 _MAX_ENDS = 64  # positions that are examined as ends of reordered spans
-_REPLACED_FACTOR = 4  # a replaced span is short: at least this many times as many equal tokens follow it
+_REPLACED_FACTOR = 4  # a span counts as replaced only if at least this many times as many equal tokens follow it
 _MIN_REPLACED_TOKENS = 5  # shorter spans may occur on the other side by chance
 _MAX_READ_TOKENS = 4096  # longer spans are not compared as text
 _NUM_FOLLOWING_TOKENS = 8  # equal tokens that are decoded with a span, since its last word may continue in them
@@ -86,9 +88,9 @@ def end_of_reordering(
 ) -> Realignment:
     """Return the end of spans that have the same parts in another order; `realignment` if there are no such spans.
 
-    Unlike those of `end_of_permutation`, the spans may differ in a few tokens and in their length, since a tokenizer
-    may split the same text differently next to other text. They need not end at the first equal tokens, since
-    reordered parts may have equal tokens at the same position by chance, as JSON objects with the same keys do.
+    Unlike those of `end_of_permutation`, the spans may have slightly different lengths, since a tokenizer may split the
+    same text differently next to other text. And they may extend beyond the first run of equal tokens: reordered parts
+    such as JSON objects with the same keys may have equal tokens at the same position by chance.
 
     Args:
         prompt, branch: tokens from the difference on.
