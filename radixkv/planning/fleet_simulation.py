@@ -28,8 +28,6 @@ from radixkv.routing.prefix_demand import PrefixDemand
 from radixkv.routing.router import Route, Router
 from radixkv.tokens import TOKEN_BYTES
 
-_VOCAB_SIZE = 2**32
-
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
@@ -127,7 +125,31 @@ def simulate_fleet(
         if on_request is not None:
             on_request()
     replay.finish()
-    return _result(replay, requests, fleet, routing, policy, block_size, time.perf_counter() - start_s)
+
+    computed_tokens = [replica.computed_tokens for replica in replay.replicas]
+    cached_tokens = sum(replica.cached_tokens for replica in replay.replicas)
+    num_prompt_tokens = cached_tokens + sum(computed_tokens)
+    mean_computed_tokens = sum(computed_tokens) / len(computed_tokens)
+    ttfts_s = sorted(ttft_s for replica in replay.replicas for ttft_s in replica.ttfts_s)
+    return FleetSimulation(
+        routing=routing,
+        policy=policy,
+        replicas=fleet.replicas,
+        capacity_tokens=fleet.capacity_tokens,
+        tokens_per_s=fleet.tokens_per_s,
+        block_size=block_size,
+        requests=len(requests),
+        prompt_tokens=num_prompt_tokens,
+        cached_tokens=cached_tokens,
+        token_hit_rate=cached_tokens / num_prompt_tokens,
+        evicted_tokens=sum(replica.num_evicted_blocks for replica in replay.replicas) * block_size,
+        load_spread=max(computed_tokens) / mean_computed_tokens,
+        busy=mean_computed_tokens / fleet.tokens_per_s / replay.clock.now_s,
+        ttft_p50_s=ttfts_s[len(ttfts_s) // 2],
+        ttft_p99_s=ttfts_s[len(ttfts_s) * 99 // 100],
+        new_homes=replay.num_new_homes,
+        seconds=time.perf_counter() - start_s,
+    )
 
 
 def check_fleet(fleet: Fleet, *, routing: str, policy: str, block_size: int = TOKENS_PER_ID) -> None:
@@ -309,7 +331,7 @@ class _FleetReplay:
     def send(self, request: TraceRequest) -> None:
         """Route a request at its arrival time."""
         self.clock.advance(max(self.clock.now_s + MIN_STEP_S, request.timestamp_ms / 1000))
-        tokens = prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes()
+        tokens = prompt_tokens(request).tobytes()
         route = self.router.route(self._namespace, tokens)
         self.router.remember()
         self.num_new_homes += route.is_new_home
@@ -333,38 +355,3 @@ class _FleetReplay:
             read = partial(self.router.read, replica.name, batch)
             self.clock.call_at(self.clock.now_s + self._event_delay_s, read)
         self._end_at(next_end_s, replica)
-
-
-def _result(
-    replay: _FleetReplay,
-    requests: Sequence[TraceRequest],
-    fleet: Fleet,
-    routing: str,
-    policy: str,
-    block_size: int,
-    seconds: float,
-) -> FleetSimulation:
-    computed_tokens = [replica.computed_tokens for replica in replay.replicas]
-    cached_tokens = sum(replica.cached_tokens for replica in replay.replicas)
-    num_prompt_tokens = cached_tokens + sum(computed_tokens)
-    mean_computed_tokens = sum(computed_tokens) / len(computed_tokens)
-    ttfts_s = sorted(ttft_s for replica in replay.replicas for ttft_s in replica.ttfts_s)
-    return FleetSimulation(
-        routing=routing,
-        policy=policy,
-        replicas=fleet.replicas,
-        capacity_tokens=fleet.capacity_tokens,
-        tokens_per_s=fleet.tokens_per_s,
-        block_size=block_size,
-        requests=len(requests),
-        prompt_tokens=num_prompt_tokens,
-        cached_tokens=cached_tokens,
-        token_hit_rate=cached_tokens / num_prompt_tokens,
-        evicted_tokens=sum(replica.num_evicted_blocks for replica in replay.replicas) * block_size,
-        load_spread=max(computed_tokens) / mean_computed_tokens,
-        busy=mean_computed_tokens / fleet.tokens_per_s / replay.clock.now_s,
-        ttft_p50_s=ttfts_s[len(ttfts_s) // 2],
-        ttft_p99_s=ttfts_s[len(ttfts_s) * 99 // 100],
-        new_homes=replay.num_new_homes,
-        seconds=seconds,
-    )
