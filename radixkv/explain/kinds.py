@@ -1,7 +1,7 @@
 """Decides which kind of text differs between a prompt and a cached branch: a random id, a date, an inserted part, ...
 
-The tokens of both sides are given from the first one that differs. The span of a side is what must be skipped there
-until both sides are equal again; a `Realignment` has the lengths of both spans.
+Both sides, the prompt and the branch, begin with the first token that differs. The span of a side is the tokens that
+must be skipped there until both sides are equal again; a `Realignment` has the lengths of both spans.
 
     prompt   10: | 47 | UTC tools ...      The spans are `47` and `31`. Each of them is a part of a time,
     branch   10: | 31 | UTC tools ...      so the kind of the difference is DATE_OR_TIME.
@@ -20,10 +20,10 @@ from radixkv.api.explanation import DifferenceKind
 from radixkv.explain.realignment import Realignment, Tokens
 from radixkv.explain.reordering import has_same_words, is_reordered
 
-# Without text, an insertion of at least this many tokens is recognized even if the other side has a short span too:
-# next to the insertion, a tokenizer may split the text that both sides share into different tokens.
+# Without text, a span of at least `_MIN_INSERTED_TOKENS` counts as inserted even if the other side has a span of up to
+# `_MAX_EDGE_TOKENS`: next to an insertion, a tokenizer may split the text that both sides share into different tokens.
 _MIN_INSERTED_TOKENS = 16
-_MAX_EDGE_TOKENS = 2  # the length of such a short span
+_MAX_EDGE_TOKENS = 2
 _MIN_RETOKENIZED_CHARS = 8  # shorter texts may be equal by chance
 # A date or an id is only searched for up to this distance from the difference: a regular expression that searched the
 # whole text would hold the GIL for too long.
@@ -95,12 +95,10 @@ class DifferingText(NamedTuple):
             first -= 1
         while last < len(text) and _WORD.match(text[last]):
             last += 1
-        num_touched_chars = 1 if start == end else 0
-        return [
-            word[0]
-            for word in _WORD.finditer(text, first, last)
-            if word.start() < end + num_touched_chars and word.end() > start - num_touched_chars
-        ]
+        words = _WORD.finditer(text, first, last)
+        if start == end:
+            return [word[0] for word in words if word.start() <= end and word.end() >= start]
+        return [word[0] for word in words if word.start() < end and word.end() > start]
 
     def splits_word(self) -> bool:
         """Whether the range is not empty, and begins or ends inside a word."""

@@ -6,8 +6,8 @@
 `realign` may end the spans earlier, inside these parts: it aligns the two copies of tool A, as if tool B had been
 inserted before them. `end_of_reordering` extends the spans to the end of all reordered parts.
 
-As everywhere in this package, both sides begin with the first token that differs, and the span of a side is the
-tokens that are skipped there to reach equal tokens again.
+As in `kinds.py`, both sides begin with the first token that differs, and the span of a side is the tokens that must be
+skipped there until both sides are equal again.
 """
 
 from __future__ import annotations
@@ -171,10 +171,11 @@ def _possible_ends(prompt: Tokens, branch: Tokens) -> list[_End]:
 
 
 def _best_end(prompt: Tokens, branch: Tokens, ends: Sequence[_End]) -> tuple[int, Realignment]:
-    """Return the end with the fewest unshared tokens, and their number. Of several such ends, the first one is best.
+    """Return the number of unshared tokens of the best end, and that end.
 
-    If no more tokens are equal after this end than the span before it has, they may be equal by chance. Then a later
-    end with a smaller share of unshared tokens is better, for which the same holds.
+    The end with the fewest unshared tokens is the best one, and of several such ends the first one. But if the run of
+    equal tokens after it is not longer than its span, the run may be equal by chance. Then a later end with a smaller
+    share of unshared tokens is better, and is checked in the same way.
     """
     end = min(ends)
     while (num_equal := num_equal_tokens(prompt[end.prompt_end :], branch[end.branch_end :])) <= end.prompt_end:
@@ -188,9 +189,9 @@ def _best_end(prompt: Tokens, branch: Tokens, ends: Sequence[_End]) -> tuple[int
 
 
 def _is_replaced(prompt: Tokens, branch: Tokens, realignment: Realignment) -> bool:
-    """Whether the spans were replaced, as one id by another: they are short, and do not occur on the other side.
+    """Whether both spans are short and do not occur on the other side: one was replaced by the other, such as an id.
 
-    Parts after them may still be in another order, which is then a difference of its own.
+    Later parts may still be in another order, but that is a difference of its own.
     """
     prompt_span, branch_span, num_equal = realignment
     if not min(prompt_span, branch_span) or num_equal < _REPLACED_FACTOR * max(prompt_span, branch_span):
@@ -212,7 +213,7 @@ def _occurs_in(passage: Tokens, tokens: Tokens) -> bool:
 
 
 def _num_different(prompt: Tokens, branch: Tokens, realignment: Realignment, end: Realignment) -> int:
-    """Return how many tokens differ up to an end: the sum of the differing spans, of each the longer side."""
+    """Return how many tokens differ before an end: the sum of all spans up to there, of each the longer side."""
     num_different = max(realignment.prompt_span, realignment.branch_span)
     prompt_position = realignment.prompt_span + realignment.equal_tokens
     branch_position = realignment.branch_span + realignment.equal_tokens
