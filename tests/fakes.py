@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from radixkv.cache.lease import Lease
@@ -42,6 +44,14 @@ def lease_text(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> L
 def cached(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> int:
     """Count the tokens of `text` that are cached, including the last one."""
     return cache.match(namespace, spell(text + "\0")).cached_tokens
+
+
+def num_shared_tokens(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the length of the common prefix of two texts, or of two lists of token ids."""
+    num_tokens = 0
+    while num_tokens < min(len(first), len(second)) and first[num_tokens] == second[num_tokens]:
+        num_tokens += 1
+    return num_tokens
 
 
 class FakeClock:

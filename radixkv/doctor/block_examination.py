@@ -1,20 +1,53 @@
-"""Finds out why the prompts of a trace are not reused. A trace has no tokens and no text, only ids of blocks."""
+"""Reads a trace as a log, and finds out why its prompts are not reused.
+
+A trace has no tokens and no text, only ids of blocks, which the log has in place of tokens.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from radixkv.doctor.causes import MissCause
 from radixkv.doctor.examination import Earlier
 from radixkv.doctor.finding import Finding, GroupKey
-from radixkv.doctor.prompt_log import LoggedPrompt, SegmentOf
+from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog
+from radixkv.errors import ConfigError
 from radixkv.explain.realignment import Tokens, num_equal_tokens
+from radixkv.namespace import Namespace
+from radixkv.planning.trace import TraceRequest
 
 # A prompt with fewer blocks than this share of those of the previous prompt was compacted.
 _MAX_COMPACTED_SHARE = 0.7
 # A difference before this share of the previous prompt changes its head.
 _HEAD_SHARE = 0.1
+
+
+def trace_log(requests: Sequence[TraceRequest]) -> PromptLog:
+    """Return a log with the blocks of a trace.
+
+    Raises:
+        ConfigError: the requests have blocks of different sizes.
+    """
+    sizes = {each.tokens_per_id for each in requests}
+    if len(sizes) != 1:
+        raise ConfigError(f"trace: expected blocks of one size, got {', '.join(map(str, sorted(sizes)))} tokens")
+    log = PromptLog(sizes.pop())
+    numbers: defaultdict[int, int] = defaultdict(itertools.count().__next__)  # a new id gets the next number
+    for index, each in enumerate(requests):
+        num_whole_blocks = each.input_length // each.tokens_per_id
+        # The last id is the first one of the answer: that of the block in which the prompt ends, as the next turn
+        # contains it; or that of the block after the prompt, if the prompt ends with a whole block.
+        ids = each.hash_ids if not each.output_ids else (*each.hash_ids[:num_whole_blocks], *each.output_ids[:1])
+        prompt = LoggedPrompt(
+            f"request {index + 1}", each.input_length, Namespace("trace"), each.session, each.timestamp_ms / 1000
+        )
+        log.add(
+            prompt, [numbers[block_id] for block_id in ids], [numbers[block_id] for block_id in each.output_ids[1:]]
+        )
+    return log
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +65,7 @@ class BlockExaminer:
     tokens_per_id: int
 
     def examine(
-        self,
-        prompt: LoggedPrompt,
-        ids: Tokens,
-        num_cached: int,
-        earlier: Sequence[Earlier],
-        min_lost_tokens: int,
-        segment_of: SegmentOf | None = None,
+        self, prompt: LoggedPrompt, ids: Tokens, num_cached: int, earlier: Sequence[Earlier], min_lost_tokens: int
     ) -> Finding | None:
         """Return why a prompt could not reuse more of the previous prompt of its session.
 
@@ -48,7 +75,6 @@ class BlockExaminer:
             num_cached: number of reused blocks.
             earlier: earlier prompts; only the first one of the same session is compared.
             min_lost_tokens: losses of fewer tokens are not reported.
-            segment_of: not used.
 
         Returns:
             The finding; None if there is no previous prompt, the prompt continues it, or too few tokens were lost.

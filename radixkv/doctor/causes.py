@@ -9,7 +9,7 @@ from typing import NamedTuple
 from radixkv.api.explanation import DifferenceKind
 from radixkv.api.miss_reason import MissReason
 from radixkv.explain.comparison import Comparison
-from radixkv.explain.patterns import pattern_of
+from radixkv.explain.kinds import pattern_of
 from radixkv.namespace import Namespace
 
 TEMPLATE_SEGMENT = "template"
@@ -127,7 +127,7 @@ def cause_of(comparison: Comparison, sides: Sides) -> tuple[MissCause, str] | No
         comparison: what differs.
         sides: the two prompts.
     """
-    kind, place, texts = comparison
+    kind, realignment, texts = comparison
     if kind in _CAUSE_OF_KIND:
         return _CAUSE_OF_KIND[kind], pattern_of(kind, texts)
     if _is_template(comparison, sides):
@@ -138,31 +138,31 @@ def cause_of(comparison: Comparison, sides: Sides) -> tuple[MissCause, str] | No
         return MissCause.REORDERED, _order_pattern(comparison, sides) or pattern_of(kind, texts)
     if _is_compacted(comparison, sides):
         return MissCause.COMPACTED, ""
-    if place is None:
+    if realignment is None:
         return None
     if sides.segment == "tools" or _TOOLS.search(sides.text):
         return MissCause.TOOLS_CHANGED, ""
     if kind in (DifferenceKind.INSERTED, DifferenceKind.REMOVED):
         return (MissCause.THINKING_STRIPPED if _is_thinking(comparison, sides) else MissCause.MESSAGE_INSERTED), ""
-    if min(place.prompt_span, place.branch_span) <= _MAX_LEFT_TOKENS and _THINKING.search(sides.text):
+    if min(realignment.prompt_span, realignment.branch_span) <= _MAX_LEFT_TOKENS and _THINKING.search(sides.text):
         return MissCause.THINKING_STRIPPED, ""
-    is_mostly_equal = max(place.prompt_span, place.branch_span) <= place.equal_tokens
+    is_mostly_equal = max(realignment.prompt_span, realignment.branch_span) <= realignment.equal_tokens
     return (MissCause.REPLACED, "") if is_mostly_equal else None
 
 
 def _is_template(comparison: Comparison, sides: Sides) -> bool:
     """Whether the differing spans are written by a chat template, not by the sender: special tokens, tags and roles."""
-    place, texts = comparison.place, comparison.texts
-    if place is None or texts is None:
+    realignment, texts = comparison.realignment, comparison.texts
+    if realignment is None or texts is None:
         return False
     if sides.segment == TEMPLATE_SEGMENT:
         return True
-    if not any(text[start:end] for text, start, end in texts.sides()):
+    if texts.is_equal:
         # No text differs. If the spans have no text without their context either, they are special tokens.
         return not sides.prompt_text and not sides.branch_text
-    if max(place.prompt_span, place.branch_span) > _MAX_TEMPLATE_TOKENS:
+    if max(realignment.prompt_span, realignment.branch_span) > _MAX_TEMPLATE_TOKENS:
         return False
-    prompt_words, branch_words = (_whole_words(*side) for side in texts.sides())
+    prompt_words, branch_words = (_whole_words(*side) for side in texts)
     has_tag = bool(_TAG.search(prompt_words) or _TAG.search(branch_words))
     return has_tag and _strip_markup(prompt_words) == _strip_markup(branch_words)
 
@@ -187,7 +187,7 @@ def _order_pattern(comparison: Comparison, sides: Sides) -> str:
         return ""
     prompt_text, branch_text = sides.prompt_text, sides.branch_text
     if comparison.texts is not None:  # longer texts, which begin before the difference
-        prompt_text, branch_text = comparison.texts.prompt, comparison.texts.branch
+        prompt_text, branch_text = comparison.texts.prompt.text, comparison.texts.branch.text
     has_same_names = _NAMES.findall(prompt_text) == _NAMES.findall(branch_text)
     return "keys of JSON objects" if has_same_names else "tools"
 
@@ -201,13 +201,13 @@ def _is_compacted(comparison: Comparison, sides: Sides) -> bool:
     prompt_has_summary = bool(_SUMMARY.search(sides.prompt_text))
     branch_has_summary = bool(_SUMMARY.search(sides.branch_text))
     continues_branch = sides.is_same_session or prompt_has_summary
-    place = comparison.place
-    if place is None:
+    realignment = comparison.realignment
+    if realignment is None:
         return continues_branch and sides.num_prompt_tokens < _MAX_COMPACTED_SHARE * sides.num_branch_tokens
     if prompt_has_summary != branch_has_summary or _is_after(_SUMMARY, comparison):
         return True
-    min_span = max(_MIN_COMPACTED_TOKENS, _COMPACTED_FACTOR * place.prompt_span)
-    if place.branch_span < min_span:
+    min_span = max(_MIN_COMPACTED_TOKENS, _COMPACTED_FACTOR * realignment.prompt_span)
+    if realignment.branch_span < min_span:
         return False
     return continues_branch and not _TOOLS.search(sides.branch_text)
 
@@ -218,7 +218,7 @@ def _is_thinking(comparison: Comparison, sides: Sides) -> bool:
 
 def _is_after(pattern: re.Pattern[str], comparison: Comparison) -> bool:
     """Whether the difference follows a match of the pattern."""
-    texts = comparison.texts
-    return texts is not None and bool(
-        pattern.search(texts.prompt[max(0, texts.start - _MAX_CHARS_BEFORE) : texts.start])
-    )
+    if comparison.texts is None:
+        return False
+    text, start, _ = comparison.texts.prompt
+    return pattern.search(text[max(0, start - _MAX_CHARS_BEFORE) : start]) is not None

@@ -43,22 +43,6 @@ class LogDiagnosis:
         return self.prompt_tokens - self.cached_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class _ReplayTotals:
-    """The sums of one replay; see `LogDiagnosis`. Its groups have no savings."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    computed_s: float | None
-    first_prompts: int
-    groups: list[MissGroup]
-    findings: tuple[Finding | None, ...]
-
-    @property
-    def computed_tokens(self) -> int:
-        return self.prompt_tokens - self.cached_tokens
-
-
 def diagnose(
     log: PromptLog,
     examiner: PromptExaminer,
@@ -103,16 +87,7 @@ def diagnose(
     groups += [each for each in first.groups if not each.is_fixable]
     groups.sort(key=lambda each: each.lost_tokens if each.saved_tokens is None else each.saved_tokens, reverse=True)
     num_other_groups = sum(each.is_fixable and each.key not in fixed for each in latest.groups)
-    return LogDiagnosis(
-        len(log),
-        first.prompt_tokens,
-        first.cached_tokens,
-        first.first_prompts,
-        tuple(groups),
-        num_other_groups,
-        first.findings,
-        first.computed_s,
-    )
+    return replace(first, groups=tuple(groups), num_other_groups=num_other_groups)
 
 
 def _replay(
@@ -123,7 +98,8 @@ def _replay(
     min_lost_tokens: int,
     times: TimeModel | None,
     on_prompt: Callable[[], object] | None,
-) -> _ReplayTotals:
+) -> LogDiagnosis:
+    """Replay the log without some causes. Returns its groups without savings; `num_other_groups` is 0."""
     prompt_tokens = cached_tokens = first_prompts = 0
     computed_s = 0.0
     groups: dict[GroupKey, MissGroup] = {}
@@ -145,5 +121,13 @@ def _replay(
                 lost_s = times.prefill_s(replayed.cached_tokens, end) - times.start_s
             groups[finding.key] = merge_groups(groups.get(finding.key), group_of(finding, lost_s))
     ranked = sorted(groups.values(), key=lambda each: each.lost_tokens, reverse=True)
-    seconds = None if times is None else computed_s
-    return _ReplayTotals(prompt_tokens, cached_tokens, seconds, first_prompts, ranked, tuple(findings))
+    return LogDiagnosis(
+        num_prompts=len(log),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        first_prompts=first_prompts,
+        groups=tuple(ranked),
+        num_other_groups=0,
+        findings=tuple(findings),
+        computed_s=None if times is None else computed_s,
+    )

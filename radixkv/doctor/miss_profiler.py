@@ -13,12 +13,10 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from radixkv.api.explanation import NamedBranch
 from radixkv.api.miss_reason import MissReason
 from radixkv.doctor.causes import CAUSE_OF_REASON, MissCause, cause_of_namespace
-from radixkv.doctor.examination import Earlier, Examiner
+from radixkv.doctor.examination import Earlier, Examiner, as_uint32
 from radixkv.doctor.finding import Finding, GroupKey
 from radixkv.doctor.miss_profile import MissCounts, MissProfile, MissReport, report_of
 from radixkv.doctor.prompt_log import LoggedPrompt
@@ -26,7 +24,7 @@ from radixkv.doctor.window_table import WindowTable
 from radixkv.errors import RadixKVError
 from radixkv.explain.comparison import Decode
 from radixkv.explain.realignment import MAX_SPAN_TOKENS, Tokens, num_equal_tokens
-from radixkv.invocation import MAX_INVOKED_VOCAB
+from radixkv.invocation import strip_marks
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
 
@@ -279,7 +277,7 @@ class MissProfiler:
             used_s = 0.0
             try:
                 if isinstance(item, _Segment):
-                    self._table.add(_unmarked(item.tokens), self._seed_of(item.tenant), item.place)
+                    self._table.add(_token_array(item.tokens), self._seed_of(item.tenant), item.place)
                 else:
                     self._load_tokenizer()
                     start_s = self._work_clock()
@@ -321,7 +319,7 @@ class MissProfiler:
         with self._lock:
             if self._credit_s <= 0:
                 return 0.0
-        tokens = _unmarked(prompt.tokens)
+        tokens = _token_array(prompt.tokens)
         num_windows = self._table.places(tokens[prompt.cached_tokens :], self._seed_of(tenant))
         places = [place for place, _ in num_windows.most_common(MAX_PLACES)]
         reply = self._await_branches(places, tenant, prompt.session_id)
@@ -358,7 +356,7 @@ class MissProfiler:
         unshared: Finding | None = None  # equal tokens that are cached, but not shared with the prompt
         for each in branches:
             marked_tokens = each.branch.tokens(max_tokens)
-            branch_tokens = _unmarked(marked_tokens)
+            branch_tokens = _token_array(marked_tokens)
             num_equal = num_equal_tokens(tokens, branch_tokens)
             cause = None
             if _drop_public_prefix(each.namespace) != _drop_public_prefix(prompt.namespace):
@@ -391,9 +389,6 @@ def _drop_public_prefix(namespace: Namespace) -> Namespace:
     return namespace._replace(public_prefix="")
 
 
-def _unmarked(tokens: bytes) -> Tokens:
+def _token_array(tokens: bytes) -> Tokens:
     """Return tokens as numbers, without the marks of invoked adapters."""
-    array = np.frombuffer(tokens, "<u4")
-    if array.size and int(array.max()) >= MAX_INVOKED_VOCAB:
-        return array & np.uint32(MAX_INVOKED_VOCAB - 1)
-    return array
+    return as_uint32(strip_marks(tokens))

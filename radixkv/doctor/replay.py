@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from radixkv.api.miss_reason import MissReason
@@ -28,6 +28,7 @@ from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 MIN_LOST_TOKENS = 64
 """Smaller losses of a prompt are not reported by default."""
 
+_DEFAULTS = CacheConfig()
 _MAX_ROUNDS = 8  # how often one prompt is examined and changed
 _MIN_FIXED_TOKENS = 8  # a fixed cause is not removed where it loses fewer tokens
 _MAX_GROWTH = 4  # the replacements may multiply the tokens of the log by this factor at most
@@ -39,13 +40,7 @@ class PromptExaminer(Protocol):
     """Compares a prompt with earlier ones; see `Examiner` and `BlockExaminer`."""
 
     def examine(
-        self,
-        prompt: LoggedPrompt,
-        tokens: Tokens,
-        num_cached: int,
-        earlier: list[Earlier],
-        min_lost_tokens: int,
-        segment_of: SegmentOf | None = None,
+        self, prompt: LoggedPrompt, tokens: Tokens, num_cached: int, earlier: list[Earlier], min_lost_tokens: int
     ) -> Finding | None:
         """Return why a prompt could not reuse more of earlier ones."""
 
@@ -79,9 +74,9 @@ class CacheSize:
     """
 
     capacity_tokens: int | None = None
-    block_size: int = field(default_factory=lambda: CacheConfig().block_size)
-    policy: str = field(default_factory=lambda: CacheConfig().policy)
-    probation_share: float = field(default_factory=lambda: CacheConfig().probation_share)
+    block_size: int = _DEFAULTS.block_size
+    policy: str = _DEFAULTS.policy
+    probation_share: float = _DEFAULTS.probation_share
 
 
 class _Evictions(Listener):
@@ -144,7 +139,7 @@ class Replay:
         self._num_units = 0  # of all replayed prompts, with their replacements
         self._unbounded = PrefixCache(num_blocks, self._block_size, max_evicted_prefixes=0, clock=lambda: self._now_s)
         self._bounded: PrefixCache | None = None
-        self._evictions = _Evictions(CacheConfig().evicted_prefixes)
+        self._evictions = _Evictions(_DEFAULTS.evicted_prefixes)
         if size.capacity_tokens is not None:
             capacity = size.capacity_tokens // log.tokens_per_unit // self._block_size
             self._bounded = PrefixCache(
@@ -240,11 +235,10 @@ class Replay:
         numbers = self._index.candidates(namespace.seed, token_array, num_cached)
         former = self._sessions.get((namespace, prompt.session), ())
         numbers = list(dict.fromkeys((*former, *numbers)))
-        segment_of = prompt.segment_of
-        if segment_of is not None and rounds:
-            segment_of = _segment_before(segment_of, rounds)
+        if prompt.segment_of is not None and rounds:
+            prompt = replace(prompt, segment_of=_segment_before(prompt.segment_of, rounds))
         earlier = [self._earlier(each) for each in numbers]
-        finding = self._examiner.examine(prompt, token_array, num_cached, earlier, self._min_found_tokens, segment_of)
+        finding = self._examiner.examine(prompt, token_array, num_cached, earlier, self._min_found_tokens)
         namespace_finding = self._namespace_finding(namespace, tokens, num_cached)
         if namespace_finding is not None and (finding is None or namespace_finding.lost_tokens >= finding.lost_tokens):
             return namespace_finding

@@ -6,22 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from radixkv.api.explanation import (
-    CachedBranch,
-    Difference,
-    Excerpt,
-    Explanation,
-    LookUp,
-    PromptSegment,
-    segment_at,
-)
-from radixkv.explain.comparison import NUM_CONTEXT_TOKENS, Decode, Decoder, compare, plain_ids
-from radixkv.explain.kinds import end_of_reordering
+from radixkv.api.explanation import CachedBranch, Difference, Explanation, LookUp, PromptSegment, segment_at
+from radixkv.explain.comparison import NUM_SHOWN_BEFORE, Decode, Decoder, compare, excerpt_of, plain_ids
 from radixkv.explain.realignment import MAX_SPAN_TOKENS, Realignment, Tokens, realign
+from radixkv.explain.reordering import end_of_reordering
 from radixkv.tokens import TOKEN_BYTES
 
-NUM_SHOWN_TOKENS = 16  # of each side, from the difference on
-NUM_SHOWN_BEFORE = 8  # tokens before the difference
 _MAX_COMPARED_TOKENS = 262_144  # of each branch
 
 
@@ -65,21 +55,23 @@ def _difference(look_up: LookUp, decode: Decode | None, vocab_size: int) -> Diff
     left_at = look_up.divergence.left_at
     tokens = np.frombuffer(look_up.tokens, "<u4")
     prompt = tokens[left_at:]
-    branch, place, idle_s = _closest_branch(prompt, look_up.divergence.branches)
-    context_ids = plain_ids(tokens[max(0, left_at - NUM_CONTEXT_TOKENS) : left_at], vocab_size)
-    decoder = None if decode is None else Decoder(decode, context_ids)
-    if place is not None:
-        place = end_of_reordering(prompt, branch, place, None if decoder is None else decoder.decode_with_context)
-    comparison = compare(prompt, branch, place, is_first=left_at == 0, decoder=decoder, vocab_size=vocab_size)
-    lost_tokens = 0 if place is None else place.equal_tokens
-    prompt_span, branch_span = (None, None) if place is None else (place.prompt_span, place.branch_span)
-    before_ids = context_ids[-NUM_SHOWN_BEFORE:]
+    branch, realignment, idle_s = _closest_branch(prompt, look_up.divergence.branches)
+    decoder = None if decode is None else Decoder(decode, tokens, left_at, vocab_size)
+    if realignment is not None:
+        text_of = None if decoder is None else decoder.decode_with_context
+        realignment = end_of_reordering(prompt, branch, realignment, text_of)
+    comparison = compare(prompt, branch, realignment, is_first=left_at == 0, decoder=decoder)
+    prompt_span = branch_span = None
+    lost_tokens = 0
+    if realignment is not None:
+        prompt_span, branch_span, lost_tokens = realignment
+    before_ids = plain_ids(tokens[max(0, left_at - NUM_SHOWN_BEFORE) : left_at], vocab_size)
     return Difference(
         kind=comparison.kind,
         before_ids=tuple(before_ids),
         before_text="" if decode is None else decode(before_ids),
-        prompt=_excerpt(prompt, prompt_span, decoder, vocab_size),
-        branch=_excerpt(branch, branch_span, decoder, vocab_size),
+        prompt=excerpt_of(prompt, prompt_span, decoder, vocab_size),
+        branch=excerpt_of(branch, branch_span, decoder, vocab_size),
         prompt_span_tokens=prompt_span,
         branch_span_tokens=branch_span,
         lost_tokens=lost_tokens,
@@ -94,19 +86,10 @@ def _closest_branch(prompt: Tokens, branches: Sequence[CachedBranch]) -> tuple[T
     max_equal_tokens = 0
     for branch in branches:
         tokens = np.frombuffer(branch.tokens(min(_MAX_COMPARED_TOKENS, prompt.size + MAX_SPAN_TOKENS)), "<u4")
-        place = realign(prompt, tokens)
-        equal_tokens = 0 if place is None else place.equal_tokens
+        realignment = realign(prompt, tokens)
+        equal_tokens = 0 if realignment is None else realignment.equal_tokens
         if best is None or equal_tokens > max_equal_tokens:
-            best = tokens, place, branch.idle_s
+            best = tokens, realignment, branch.idle_s
             max_equal_tokens = equal_tokens
     assert best is not None, "there is at least one branch"
     return best
-
-
-def _excerpt(tokens: Tokens, span: int | None, decoder: Decoder | None, vocab_size: int) -> Excerpt:
-    ids = plain_ids(tokens[:NUM_SHOWN_TOKENS], vocab_size)
-    num_different = len(ids) if span is None else min(span, len(ids))
-    if decoder is None:
-        return Excerpt(tuple(ids), num_different)
-    different, text = decoder.decode_without_context(ids[:num_different]), decoder.decode_without_context(ids)
-    return Excerpt(tuple(ids), num_different, different, text.removeprefix(different))

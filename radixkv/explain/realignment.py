@@ -1,4 +1,4 @@
-"""Realigns two runs of tokens that begin differently: finds where they are equal again."""
+"""Finds where two runs of tokens that begin differently are equal again."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Tokens = npt.NDArray[np.uint32]
 
 MIN_EQUAL_TOKENS = 32
 MAX_SPAN_TOKENS = 65_536
-_NEAR_TOKENS = 2048  # of either side; they are searched before all others, since most spans are short
-_MAX_RUNS = 64  # of equal tokens that are compared
+_NEAR_TOKENS = 2048  # the first tokens of each side, which are searched before all others, since most spans are short
+_MAX_RUNS = 64  # maximum number of runs of equal tokens that are compared
 _HASH_FACTOR = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio
 
 
 class Realignment(NamedTuple):
-    """The place at which two runs of tokens are equal again.
+    """The spans after which two runs of tokens are equal again.
 
     Attributes:
-        prompt_span, branch_span: tokens to skip in the prompt and in the branch.
-        equal_tokens: equal tokens after these spans, at least `MIN_EQUAL_TOKENS`.
+        prompt_span, branch_span: number of tokens that are skipped in the prompt and in the branch.
+        equal_tokens: number of equal tokens after these spans, at least `MIN_EQUAL_TOKENS`.
     """
 
     prompt_span: int
@@ -32,44 +32,43 @@ class Realignment(NamedTuple):
 def realign(prompt: Tokens, branch: Tokens) -> Realignment | None:
     """Find short spans after which both sides are equal for at least `MIN_EQUAL_TOKENS` tokens.
 
-    A place is a run of equal tokens on both sides. It is found by a window of `MIN_EQUAL_TOKENS` tokens that begins
-    within the first `MAX_SPAN_TOKENS` of either side; a window that recurs on a side counts where it occurs first. If
-    the nearest window skips `n` tokens of both sides together, the longest run that has a window after at most
-    `2 n + MIN_EQUAL_TOKENS` tokens is chosen, since a passage that recurs, such as a reminder, may be nearer than the
-    run that continues both sides. Of equally long runs, the one that skips fewest tokens is chosen, and of these the
-    one that skips fewest of the prompt.
+    Runs of equal tokens are found by windows of `MIN_EQUAL_TOKENS` tokens that both sides have, and that begin within
+    the first `MAX_SPAN_TOKENS` tokens of each side. If a side has a window several times, its first position counts.
+
+    The nearest run is not always the right one: a passage that recurs, such as a reminder, may be nearer than the run
+    that continues both sides. So if the nearest window skips `n` tokens, counted over both sides, the longest run with
+    a window that skips at most `2 n + MIN_EQUAL_TOKENS` is chosen. Of equally long runs, the one that skips the fewest
+    tokens is chosen, and of these the one that skips the fewest of the prompt.
 
     Args:
         prompt: tokens of the prompt, uint32 `[num_prompt_tokens]`, from the position at which the two diverge.
         branch: tokens of the branch from there, uint32 `[num_branch_tokens]`.
 
     Returns:
-        The place; None if there is none. Tokens are compared, so the place is always right. A collision of 64-bit
-        hashes can hide a place.
+        The spans and the run after them; None if there is no run. The tokens of the run are compared, so they are
+        really equal. A collision of 64-bit hashes can only hide a run.
 
-    Complexity: O(n log n) in at most `MAX_SPAN_TOKENS` tokens of either side, and the comparison of at most 64 runs.
+    Complexity: O(n log n) in at most `MAX_SPAN_TOKENS` tokens of each side, and the comparison of at most 64 runs.
 
     Example:
         >>> tail = np.arange(100, 140, dtype=np.uint32)
         >>> realign(np.append(np.uint32([1, 2]), tail), np.append(np.uint32([3]), tail))
         Realignment(prompt_span=2, branch_span=1, equal_tokens=40)
     """
-    place, max_skipped = _search(prompt, branch, _NEAR_TOKENS)
+    nearest, max_skipped = _search(prompt, branch, _NEAR_TOKENS)
     # A window that skips at most `max_skipped` tokens begins in the near tokens, so a wider search finds no other one.
-    if place is not None and max_skipped < _NEAR_TOKENS:
-        return place
-    if max(prompt.size, branch.size) <= _NEAR_TOKENS:
-        return place
-    place, _ = _search(prompt, branch, MAX_SPAN_TOKENS)
-    return place
+    is_complete = nearest is not None and max_skipped < _NEAR_TOKENS
+    if is_complete or max(prompt.size, branch.size) <= _NEAR_TOKENS:
+        return nearest
+    return _search(prompt, branch, MAX_SPAN_TOKENS)[0]
 
 
 def _search(prompt: Tokens, branch: Tokens, max_span: int) -> tuple[Realignment | None, int]:
-    """Search the windows that begin within the first `max_span` tokens of either side.
+    """Search the windows that begin within the first `max_span` tokens of each side.
 
     Returns:
-        The place that `realign` describes; None if there is none. The number of tokens, of both sides together, that a
-        window may skip at most to be examined.
+        The realignment that `realign` describes, or None; and the maximum number of tokens, counted over both sides,
+        that a window may skip to be examined.
     """
     num_tokens = max_span + MIN_EQUAL_TOKENS - 1
     _, prompt_starts, branch_starts = np.intersect1d(
@@ -77,7 +76,7 @@ def _search(prompt: Tokens, branch: Tokens, max_span: int) -> tuple[Realignment 
     )  # the first position of each hash on either side
     order = np.argsort(prompt_starts + branch_starts, kind="stable")
     best: Realignment | None = None
-    run_ends: dict[int, int] = {}  # by the difference of the positions: where the last run ends in the prompt
+    run_ends: dict[int, int] = {}  # where the last run ends in the prompt, by the difference of the positions
     max_skipped, num_runs = num_tokens * 2, 0
     for prompt_start, branch_start in zip(prompt_starts[order].tolist(), branch_starts[order].tolist(), strict=True):
         if prompt_start + branch_start > max_skipped or num_runs == _MAX_RUNS:

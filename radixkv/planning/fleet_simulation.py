@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from radixkv.api.events import AllCleared, EventBatch, SnapshotPart
 from radixkv.cache.lease import Lease
@@ -19,6 +19,7 @@ from radixkv.events.tree_feed import TreeFeed
 from radixkv.namespace import Namespace
 from radixkv.planning.simulate import OPTIMAL, check_simulation
 from radixkv.planning.trace import MIN_STEP_S, TOKENS_PER_ID, TraceRequest, prompt_tokens
+from radixkv.planning.virtual_clock import VirtualClock
 from radixkv.routing.candidate import TokenTimes
 from radixkv.routing.fleet_load import FleetLoad
 from radixkv.routing.fleet_view import FleetView
@@ -26,8 +27,6 @@ from radixkv.routing.policies import DEFAULT_WEIGHTS, ROUTINGS, RoutingWeights, 
 from radixkv.routing.prefix_demand import PrefixDemand
 from radixkv.routing.router import Route, Router
 from radixkv.tokens import TOKEN_BYTES
-
-_VOCAB_SIZE = 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +120,36 @@ def simulate_fleet(
     check_fleet(fleet, routing=routing, policy=policy, block_size=block_size)
     start_s = time.perf_counter()
     replay = _FleetReplay(fleet, routing, policy, block_size, probation_share, weights)
-    for index, request in enumerate(requests):
-        replay.send(index, request)
+    for request in requests:
+        replay.send(request)
         if on_request is not None:
             on_request()
-    replay.run_until(float("inf"))
-    return _result(replay, requests, fleet, routing, policy, block_size, time.perf_counter() - start_s)
+    replay.finish()
+
+    computed_tokens = [replica.computed_tokens for replica in replay.replicas]
+    cached_tokens = sum(replica.cached_tokens for replica in replay.replicas)
+    num_prompt_tokens = cached_tokens + sum(computed_tokens)
+    mean_computed_tokens = sum(computed_tokens) / len(computed_tokens)
+    ttfts_s = sorted(ttft_s for replica in replay.replicas for ttft_s in replica.ttfts_s)
+    return FleetSimulation(
+        routing=routing,
+        policy=policy,
+        replicas=fleet.replicas,
+        capacity_tokens=fleet.capacity_tokens,
+        tokens_per_s=fleet.tokens_per_s,
+        block_size=block_size,
+        requests=len(requests),
+        prompt_tokens=num_prompt_tokens,
+        cached_tokens=cached_tokens,
+        token_hit_rate=cached_tokens / num_prompt_tokens,
+        evicted_tokens=sum(replica.num_evicted_blocks for replica in replay.replicas) * block_size,
+        load_spread=max(computed_tokens) / mean_computed_tokens,
+        busy=mean_computed_tokens / fleet.tokens_per_s / replay.clock.now_s,
+        ttft_p50_s=ttfts_s[len(ttfts_s) // 2],
+        ttft_p99_s=ttfts_s[len(ttfts_s) * 99 // 100],
+        new_homes=replay.num_new_homes,
+        seconds=time.perf_counter() - start_s,
+    )
 
 
 def check_fleet(fleet: Fleet, *, routing: str, policy: str, block_size: int = TOKENS_PER_ID) -> None:
@@ -153,13 +176,11 @@ class SimulatedRequest:
     """A request that was sent to a replica.
 
     Attributes:
-        index: index in the trace.
         arrival_s: time of arrival.
         tokens: the prompt, little-endian uint32 bytes.
         route: the decision of the router.
     """
 
-    index: int
     arrival_s: float
     tokens: bytes
     route: Route
@@ -270,24 +291,20 @@ class SimulatedReplica:
 
 
 class _FleetReplay:
-    """Advances the clock from one due time to the next: a request ends, or cache events arrive at the router."""
+    """Routes requests to replicas on a virtual clock, on which requests end and cache events arrive at the router."""
 
     def __init__(
         self, fleet: Fleet, routing: str, policy: str, block_size: int, probation_share: float, weights: RoutingWeights
     ) -> None:
-        self.now_s = 0.0
+        self.clock = VirtualClock()
         self.num_new_homes = 0
         self._event_delay_s = fleet.event_delay_s
         self._namespace = Namespace("trace")
-        # A heap of time, serial number, index of a replica, and the cache events that arrive from the replica; None
-        # instead of events if a request of the replica ends.
-        self._due: list[tuple[float, int, int, EventBatch | None]] = []
-        self._num_scheduled = 0
         identities, times = Identities(), TokenTimes(compute_s=1 / fleet.tokens_per_s)
         self.router = Router(
-            FleetView(block_size, clock=self._clock),
-            FleetLoad(clock=self._clock),
-            PrefixDemand(clock=self._clock),
+            FleetView(block_size, clock=self.clock),
+            FleetLoad(clock=self.clock),
+            PrefixDemand(clock=self.clock),
             make_routing(routing, weights),
             identities=identities,
             times=lambda name: times,
@@ -302,7 +319,7 @@ class _FleetReplay:
                 namespace=self._namespace,
                 identities=identities,
                 compute_s=times.compute_s,
-                clock=self._clock,
+                clock=self.clock,
             )
             for index in range(fleet.replicas)
         ]
@@ -311,72 +328,30 @@ class _FleetReplay:
             snapshot = EventBatch(replica.last_sequence_number, 0.0, (AllCleared(),), SnapshotPart(0, 1, 0))
             self.router.read(replica.name, snapshot)
 
-    def send(self, index: int, request: TraceRequest) -> None:
+    def send(self, request: TraceRequest) -> None:
         """Route a request at its arrival time."""
-        self.run_until(max(self.now_s + MIN_STEP_S, request.timestamp_ms / 1000))
-        tokens = prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes()
+        self.clock.advance(max(self.clock.now_s + MIN_STEP_S, request.timestamp_ms / 1000))
+        tokens = prompt_tokens(request).tobytes()
         route = self.router.route(self._namespace, tokens)
         self.router.remember()
         self.num_new_homes += route.is_new_home
-        replica_index = int(route.name)
-        end_s = self.replicas[replica_index].send(SimulatedRequest(index, self.now_s, tokens, route))
-        self._schedule(replica_index, end_s)
+        replica = self.replicas[int(route.name)]
+        self._end_at(replica.send(SimulatedRequest(self.clock.now_s, tokens, route)), replica)
 
-    def run_until(self, end_s: float) -> None:
-        """Process everything that is due up to a time."""
-        while self._due and self._due[0][0] <= end_s:
-            self.now_s, _, replica_index, batch = heapq.heappop(self._due)
-            replica = self.replicas[replica_index]
-            if batch is not None:
-                self.router.read(replica.name, batch)
-                continue
-            request, computed_tokens, next_end_s = replica.end()
-            self.router.finished(request.route, computed_tokens)
-            for events in replica.take_events():
-                self._schedule(replica_index, self.now_s + self._event_delay_s, events)
-            self._schedule(replica_index, next_end_s)
-        if end_s < float("inf"):
-            self.now_s = end_s
+    def finish(self) -> None:
+        """Advance the clock until all requests have ended, and the router has received all events."""
+        while (next_s := self.clock.next_s) is not None:
+            self.clock.advance(next_s)
 
-    def _schedule(self, replica_index: int, when_s: float | None, batch: EventBatch | None = None) -> None:
-        if when_s is not None:
-            self._num_scheduled += 1
-            heapq.heappush(self._due, (when_s, self._num_scheduled, replica_index, batch))
+    def _end_at(self, end_s: float | None, replica: SimulatedReplica) -> None:
+        if end_s is not None:
+            self.clock.call_at(end_s, partial(self._end, replica))
 
-    def _clock(self) -> float:
-        return self.now_s
-
-
-def _result(
-    replay: _FleetReplay,
-    requests: Sequence[TraceRequest],
-    fleet: Fleet,
-    routing: str,
-    policy: str,
-    block_size: int,
-    seconds: float,
-) -> FleetSimulation:
-    computed_tokens = [replica.computed_tokens for replica in replay.replicas]
-    cached_tokens = sum(replica.cached_tokens for replica in replay.replicas)
-    num_prompt_tokens = cached_tokens + sum(computed_tokens)
-    mean_computed_tokens = sum(computed_tokens) / len(computed_tokens)
-    ttfts_s = sorted(ttft_s for replica in replay.replicas for ttft_s in replica.ttfts_s)
-    return FleetSimulation(
-        routing=routing,
-        policy=policy,
-        replicas=fleet.replicas,
-        capacity_tokens=fleet.capacity_tokens,
-        tokens_per_s=fleet.tokens_per_s,
-        block_size=block_size,
-        requests=len(requests),
-        prompt_tokens=num_prompt_tokens,
-        cached_tokens=cached_tokens,
-        token_hit_rate=cached_tokens / num_prompt_tokens,
-        evicted_tokens=sum(replica.num_evicted_blocks for replica in replay.replicas) * block_size,
-        load_spread=max(computed_tokens) / mean_computed_tokens,
-        busy=mean_computed_tokens / fleet.tokens_per_s / replay.now_s,
-        ttft_p50_s=ttfts_s[len(ttfts_s) // 2],
-        ttft_p99_s=ttfts_s[len(ttfts_s) * 99 // 100],
-        new_homes=replay.num_new_homes,
-        seconds=seconds,
-    )
+    def _end(self, replica: SimulatedReplica) -> None:
+        """End the running request of a replica, and send its events to the router."""
+        request, computed_tokens, next_end_s = replica.end()
+        self.router.finished(request.route, computed_tokens)
+        for batch in replica.take_events():
+            read = partial(self.router.read, replica.name, batch)
+            self.clock.call_at(self.clock.now_s + self._event_delay_s, read)
+        self._end_at(next_end_s, replica)

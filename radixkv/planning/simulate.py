@@ -22,15 +22,15 @@ from radixkv.cache.sessions import MAX_SESSION_PROMPT_BYTES
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import ConfigError
 from radixkv.namespace import Namespace
-from radixkv.planning.tiers import SimulatedTiers, TierCapacity, TierUsage, VirtualClock, check_tiers
+from radixkv.planning.tiers import SimulatedTiers, TierCapacity, TierUsage, check_tiers
 from radixkv.planning.time_model import TimeModel
 from radixkv.planning.trace import MIN_STEP_S, TOKENS_PER_ID, TraceRequest, prompt_tokens, sequence_tokens
+from radixkv.planning.virtual_clock import VirtualClock
 from radixkv.scheduling.request import Request
 
 OPTIMAL = "optimal"
 SIMULATED_POLICIES = (*EVICTION_POLICIES, OPTIMAL)
 NO_HINTS, STOP, STOP_AND_END = HINTS = ("none", "stop", "stop+end")
-_VOCAB_SIZE = 2**32
 _NEVER = np.iinfo(np.int32).max
 _TIMELY_FACTOR = 1.1  # maximum ratio of the TTFT of a timely return to that of a ready one
 
@@ -228,7 +228,7 @@ class _CacheReplay:
             max_evicted_prefixes=0,
             max_session_prompt_bytes=MAX_SESSION_PROMPT_BYTES if self.tiers and times else 0,
             listeners=[self.tiers.index] if self.tiers else (),
-            clock=lambda: self._clock.now_s,
+            clock=self._clock,
         )
         if self.tiers:
             self.tiers.connect(self.cache)
@@ -341,9 +341,9 @@ class _CacheReplay:
         The first id of an answer stands for the block in which the prompt ends. Therefore the end of a prompt with an
         answer has the same tokens as the next turn.
         """
-        sequence = None if self._optimal is not None else sequence_tokens(request, vocab_size=_VOCAB_SIZE)
+        sequence = None if self._optimal is not None else sequence_tokens(request)
         if sequence is None or sequence.size > self.cache.pool.num_blocks * self.cache.block_size:
-            return prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes(), b""
+            return prompt_tokens(request).tobytes(), b""
         return sequence[: request.input_length].tobytes(), sequence[request.input_length :].tobytes()
 
     def _set_next_uses(self, policy: FarthestFuture, lease: Lease, index: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -31,6 +29,7 @@ from radixkv.offload.tiers.block_store import Loan, PutOutcome, PutResult
 from radixkv.offload.tiers.slot_files import SlotSizes
 from radixkv.offload.tiers.tier import LoadedBlock, Miss, Tier
 from radixkv.planning.time_model import TimeModel
+from radixkv.planning.virtual_clock import VirtualClock
 from radixkv.scheduling.request import Request
 from radixkv.tokens import TOKEN_BYTES
 
@@ -76,35 +75,6 @@ class TierUsage:
     held_blocks: int
 
 
-class VirtualClock:
-    """A clock that a simulation advances, with callbacks at given times.
-
-    Attributes:
-        now_s: the current time in seconds.
-    """
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._serials = itertools.count()  # so that callbacks of the same time are called in the order of `call_at`
-
-    @property
-    def next_s(self) -> float | None:
-        """The time of the next callback; None if there is none."""
-        return self._events[0][0] if self._events else None
-
-    def call_at(self, when_s: float, callback: Callable[[], None]) -> None:
-        """Call a function when the clock reaches `when_s`."""
-        heapq.heappush(self._events, (when_s, next(self._serials), callback))
-
-    def advance(self, now_s: float) -> None:
-        """Set the time, and call the functions that are due."""
-        self.now_s = max(self.now_s, now_s)
-        while self._events and self._events[0][0] <= self.now_s:
-            _, _, callback = heapq.heappop(self._events)
-            callback()
-
-
 class SimulatedTiers:
     """The tiers of the engine, whose stores hold keys instead of objects, and whose loads end on a virtual clock.
 
@@ -144,7 +114,6 @@ class SimulatedTiers:
         block_format = BlockFormat("trace", "", "", "", self._block_size, _PAYLOAD.nbytes, "")
         copier = _SimulatedCopier()
         keys = BlockKeys(block_format)  # only used by purges, which do not occur
-        clock = self._clock
         self._offload = Offload(
             cache,
             self.index,
@@ -153,7 +122,7 @@ class SimulatedTiers:
             _UNBOUNDED,
             keys,
             self._load_or_compute,
-            clock=lambda: clock.now_s,
+            clock=self._clock,
         )
         self._prefetcher = Prefetcher(cache, self._offload, num_running=lambda: 0)
 
@@ -232,7 +201,8 @@ class SimulatedTiers:
     def _process(self) -> None:
         """Do what the engine does between two steps."""
         self._prefetcher.look_ahead(self._clock.now_s)
-        for request in self._prefetcher.take(self._offload.ready()):
+        ready = set(self._prefetcher.take(self._offload.ready()))
+        for request in [each for each in self._waiting if each in ready]:  # requests of one load in order of arrival
             on_ready = self._waiting.pop(request)
             on_ready(request)
         self._offload.copy()

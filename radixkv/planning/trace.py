@@ -162,7 +162,9 @@ def block_tokens(
     return _generate_blocks((hash_id,), tokens_per_id, vocab_size).reshape(-1)
 
 
-def prompt_tokens(request: TraceRequest, *, vocab_size: int, scale: float = 1.0) -> npt.NDArray[np.uint32]:
+def prompt_tokens(
+    request: TraceRequest, *, vocab_size: int = _MAX_VOCAB_SIZE, scale: float = 1.0
+) -> npt.NDArray[np.uint32]:
     """Generate the tokens of a prompt, scaled in length by `scale`.
 
     Two requests whose first `k` ids are equal share the tokens of these ids, or the whole shorter prompt.
@@ -189,8 +191,10 @@ def prompt_tokens(request: TraceRequest, *, vocab_size: int, scale: float = 1.0)
     return tokens[: tokens_per_id * num_full_ids + max(1, last_tokens)]
 
 
-def sequence_tokens(request: TraceRequest, *, vocab_size: int) -> npt.NDArray[np.uint32] | None:
+def sequence_tokens(request: TraceRequest) -> npt.NDArray[np.uint32] | None:
     """Generate the tokens of a prompt and of the answer after it that the server cached: all but the last one.
+
+    The token ids are those of `prompt_tokens` with its default `vocab_size`.
 
     Returns:
         uint32 `[num_tokens]`, owned by the caller; None if the trace does not contain the ids of the answer.
@@ -201,7 +205,7 @@ def sequence_tokens(request: TraceRequest, *, vocab_size: int) -> npt.NDArray[np
     ids = (*request.hash_ids[:num_whole_ids], *request.output_ids)
     # The last generated token is not cached, because nothing was computed after it.
     num_tokens = min(len(ids) * request.tokens_per_id, request.input_length + request.output_length - 1)
-    return _generate_blocks(ids, request.tokens_per_id, vocab_size).reshape(-1)[:num_tokens]
+    return _generate_blocks(ids, request.tokens_per_id, _MAX_VOCAB_SIZE).reshape(-1)[:num_tokens]
 
 
 def tokens_per_scaled_id(scale: float, tokens_per_id: int = TOKENS_PER_ID) -> int:

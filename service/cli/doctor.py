@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixkv.config import EVICTION_POLICIES, CacheConfig
-from radixkv.doctor.block_examination import BlockExaminer
+from radixkv.doctor.block_examination import BlockExaminer, trace_log
 from radixkv.doctor.diagnosis import diagnose
 from radixkv.doctor.examination import Examiner
 from radixkv.doctor.prompt_log import PromptLog
 from radixkv.doctor.replay import MIN_LOST_TOKENS, CacheSize, PromptExaminer
-from radixkv.doctor.trace_log import trace_log
 from radixkv.errors import ConfigError
 from radixkv.planning.time_model import TimeModel
 from radixkv.planning.trace_records import read_records

@@ -13,7 +13,7 @@ from radixkv.cache.branches import MAX_BRANCHES, MAX_EXAMINED_NODES
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
-from tests.fakes import MODEL, FakeClock, publish, spell
+from tests.fakes import MODEL, FakeClock, num_shared_tokens, publish, spell
 
 OTHER = Namespace("model", "other")
 
@@ -43,13 +43,6 @@ def texts_of(divergence: Divergence) -> list[str]:
     return [text_of(each) for each in divergence.branches]
 
 
-def num_shared(first: str, second: str) -> int:
-    num_tokens = 0
-    while num_tokens < min(len(first), len(second)) and first[num_tokens] == second[num_tokens]:
-        num_tokens += 1
-    return num_tokens
-
-
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_a_new_prompt_diverges_from_the_tree_where_it_diverges_from_a_list_of_prompts(block_size: int) -> None:
     rng = random.Random(block_size)
@@ -61,9 +54,9 @@ def test_a_new_prompt_diverges_from_the_tree_where_it_diverges_from_a_list_of_pr
         if any(text.startswith(prompt) for text in texts):
             continue
         divergence = published.divergence(prompt)
-        left_at = max((num_shared(prompt, text) for text in texts), default=0)
+        left_at = max((num_shared_tokens(prompt, text) for text in texts), default=0)
         assert divergence.left_at == left_at
-        continuations = {text[left_at:] for text in texts if num_shared(prompt, text) == left_at < len(text)}
+        continuations = {text[left_at:] for text in texts if num_shared_tokens(prompt, text) == left_at < len(text)}
         # A branch is followed to a leaf, so it is never the beginning of another one.
         whole_branches = set()
         for continuation in continuations:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from radixkv.cache.node import ChildTable, _SortedKeys
-from tests.fakes import spell
+from tests.fakes import num_shared_tokens, spell
 
 
 def table_of(*words: str) -> tuple[ChildTable, dict[str, Any]]:
@@ -70,13 +70,6 @@ def test_a_table_that_fills_and_empties_finds_what_a_scan_finds() -> None:
             assert num_bytes == max_shared_tokens * 4
             (nearest_word,) = (word for word in nodes if nodes[word] is node)
             assert num_shared_tokens(nearest_word, block) == max_shared_tokens
-
-
-def num_shared_tokens(word: str, other: str) -> int:
-    num_tokens = 0
-    while num_tokens < min(len(word), len(other)) and word[num_tokens] == other[num_tokens]:
-        num_tokens += 1
-    return num_tokens
 
 
 def test_a_key_added_without_its_sorted_entry_is_detected() -> None:

@@ -10,7 +10,7 @@ from radixkv.cache.audit import check_tree
 from radixkv.cache.node import Node
 from radixkv.cache.radix_tree import Insertion
 from radixkv.errors import InvariantViolation
-from tests.fakes import make_tree, packed, spell
+from tests.fakes import make_tree, num_shared_tokens, packed, spell
 
 
 class Planter:
@@ -111,13 +111,6 @@ def test_the_sibling_that_shares_most_is_found_among_many() -> None:
         prompt = "".join(dice.choices("abc", k=dice.randint(1, 8)))
         expected = max(num_shared_tokens(text, prompt) for text in texts)
         assert planter.match(prompt)[0] == expected
-
-
-def num_shared_tokens(text: str, prompt: str) -> int:
-    num_tokens = 0
-    while num_tokens < min(len(text), len(prompt)) and text[num_tokens] == prompt[num_tokens]:
-        num_tokens += 1
-    return num_tokens
 
 
 @pytest.mark.parametrize("difference", [0, 1, 15, 16, 17, 31, 37, 47, 48, 49, 63, 64, 111, 112, 113, 200, 298, 299])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.doctor.block_examination import BlockExaminer
+from radixkv.doctor.block_examination import BlockExaminer, trace_log
 from radixkv.doctor.causes import MissCause
 from radixkv.doctor.diagnosis import LogDiagnosis, diagnose
 from radixkv.doctor.replay import CacheSize
-from radixkv.doctor.trace_log import trace_log
 from radixkv.errors import ConfigError
 from radixkv.planning.trace import TraceRequest
 

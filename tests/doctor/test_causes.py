@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -14,13 +13,9 @@ from radixkv.doctor.diagnosis import diagnose
 from radixkv.doctor.examination import Examiner
 from radixkv.doctor.finding import Finding
 from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog
-from radixkv.model.tiny_files import write_tiny_files
-from radixkv.service.text.tokenizer import Tokenizer
-from tests.explain.shapes import ANSWER, NEXT, RULES, SHAPES, TASK
+from tests.explain.shapes import ANSWER, ENCODINGS, NEXT, RULES, SHAPES, TASK, Encoding, encoding_named
 
 from .logs import ACME, characters
-
-Encoding = tuple[Callable[[str], Sequence[int]], Callable[[Sequence[int]], str]]
 
 CAUSES = {
     "build suffix in the first line": (MissCause.RANDOM_ID, "3 hexadecimal digits"),
@@ -52,14 +47,9 @@ CAUSES = {
 }
 
 
-@pytest.fixture(scope="module", params=["characters", "tiny"])
+@pytest.fixture(scope="module", params=ENCODINGS)
 def encoding(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Encoding:
-    if request.param == "characters":
-        return lambda text: [ord(each) for each in text], characters
-    directory = Path(tmp_path_factory.mktemp("tiny"))
-    write_tiny_files(directory)
-    tokenizer = Tokenizer.load(directory)
-    return tokenizer.encode, tokenizer.decode
+    return encoding_named(request.param, tmp_path_factory.mktemp("tiny"))
 
 
 def finding_of(

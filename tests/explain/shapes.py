@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from radixkv.api.explanation import DifferenceKind
+from radixkv.model.tiny_files import write_tiny_files
+from radixkv.service.text.tokenizer import Tokenizer
 
 RULES = (
     "You are an interactive agent that helps users with software engineering tasks. Use the instructions below and the "
@@ -160,3 +165,23 @@ SHAPES: dict[str, tuple[str, str, DifferenceKind]] = {
         DifferenceKind.UNCLASSIFIED,
     ),
 }
+
+
+class Encoding(NamedTuple):
+    """How text becomes token ids, and how token ids become text."""
+
+    encode: Callable[[str], Sequence[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+CHARACTERS = Encoding(lambda text: [ord(character) for character in text], lambda ids: "".join(map(chr, ids)))
+ENCODINGS = ("characters", "tiny")
+
+
+def encoding_named(name: str, folder: Path) -> Encoding:
+    """Return one of `ENCODINGS`: a token per character, or the tokenizer of the embedded model, written to a folder."""
+    if name == "characters":
+        return CHARACTERS
+    write_tiny_files(folder)
+    tokenizer = Tokenizer.load(folder)
+    return Encoding(tokenizer.encode, tokenizer.decode)

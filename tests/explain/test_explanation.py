@@ -20,6 +20,7 @@ from radixkv.tokens import TOKEN_BYTES
 
 SHARED = list(range(100, 120))
 TAIL = list(range(200, 300))
+LETTERS = str.maketrans("0123456789", "abcdefghij")
 
 
 def packed(ids: list[int]) -> bytes:
@@ -106,6 +107,24 @@ def test_marks_of_invoked_adapters_are_not_shown() -> None:
     assert difference is not None
     assert (difference.prompt.token_ids[:2], difference.branch.token_ids[:2]) == ((1, 200), (2, 200))
     assert difference.lost_tokens == len(TAIL)
+
+
+def test_marks_of_invoked_adapters_are_not_decoded() -> None:
+    """The reordered parts differ in some tokens, so that their text decides whether they are the same."""
+    mark = 3 * MAX_INVOKED_VOCAB
+    short, long = list(range(300, 340)), list(range(400, 700))
+    other_short = [*range(800, 812), *short[12:]]  # the same words, of which some are split into other tokens
+    prompt = [*SHARED, *(token_id + mark for token_id in (*short, *long, *TAIL))]
+    branch = [token_id + mark for token_id in (*long, *other_short, *TAIL)]
+    words = {token_id: " " + str(token_id).translate(LETTERS) for token_id in (*SHARED, *short, *long, *TAIL)}
+    words |= {800 + index: words[300 + index] for index in range(12)}
+    divergence = Divergence(len(SHARED), (CachedBranch((packed(branch),), 0, 0.0),))
+    look_up = LookUp(packed(prompt), len(SHARED), MissReason.DIVERGED, divergence, None)
+    explanation = explain(look_up, decode=lambda ids: "".join(words[each] for each in ids), vocab_size=1000)
+    assert explanation.difference is not None
+    assert explanation.difference.kind is DifferenceKind.REORDERED
+    assert explanation.difference.prompt_span_tokens == len(short) + len(long)
+    assert explanation.difference.lost_tokens == len(TAIL)
 
 
 def test_a_branch_of_several_nodes_is_one_run_of_tokens() -> None:

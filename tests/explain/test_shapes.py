@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,31 +14,14 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.explain import kinds
 from radixkv.explain.explanation import explain
 from radixkv.explain.realignment import MIN_EQUAL_TOKENS
-from radixkv.model.tiny_files import write_tiny_files
-from radixkv.service.text.tokenizer import Tokenizer
 from tests.fakes import MODEL, FakeClock
 
-from .shapes import ANSWER, NEXT, RULES, SHAPES, TASK
+from .shapes import ANSWER, CHARACTERS, ENCODINGS, NEXT, RULES, SHAPES, TASK, Encoding, encoding_named
 
 
-class Encoding(NamedTuple):
-    """How text becomes token ids, and how token ids become text."""
-
-    encode: Callable[[str], Sequence[int]]
-    decode: Callable[[Sequence[int]], str]
-
-
-CHARACTERS = Encoding(lambda text: [ord(character) for character in text], lambda ids: "".join(map(chr, ids)))
-
-
-@pytest.fixture(scope="module", params=["characters", "tiny"])
+@pytest.fixture(scope="module", params=ENCODINGS)
 def encoding(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Encoding:
-    if request.param == "characters":
-        return CHARACTERS
-    directory = Path(tmp_path_factory.mktemp("tiny"))
-    write_tiny_files(directory)
-    tokenizer = Tokenizer.load(directory)
-    return Encoding(tokenizer.encode, tokenizer.decode)
+    return encoding_named(request.param, tmp_path_factory.mktemp("tiny"))
 
 
 def explained(

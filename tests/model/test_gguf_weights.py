@@ -196,10 +196,8 @@ def test_a_model_computes_with_the_codes_of_its_file(tmp_path, caplog, weights, 
     backends = {part.split()[0] for part in line.removeprefix("matmuls by library: ").split(", ")}
     expected = {"auto": {backend}, "q8": {"q8"}, "q4": {"q4", "q8"}}[weights]  # with q4, the head is in q8
     assert backends == expected or (backend is None and weights == "auto")
-    if weights != "auto":
-        other_weights = "auto"
-    else:
-        other_weights = "q4" if backend == "q8" else "q8"
+    other_than_auto = "q4" if backend == "q8" else "q8"
+    other_weights = other_than_auto if weights == "auto" else "auto"
     other_model = load_model(ModelConfig(path=str(path), device="cpu", weights=other_weights))
     assert other_model.fingerprint != model.fingerprint
 

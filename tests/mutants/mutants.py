@@ -1611,14 +1611,14 @@ EXPLAIN_MUTANTS = (
     Mutant("cache/branches.py", "reversed(node.children.values())", "node.children.values()"),
     Mutant("explain/realignment.py", " - run.branch_span, -run.prompt_span", " - run.branch_span, 0"),
     Mutant("explain/kinds.py", "text, max(0, start - _MAX_MATCH_CHARS), end + _MAX_MATCH_CHARS", "text"),
-    Mutant("explain/kinds.py", "np.minimum(counts[at], other_counts[other_at])", "counts[at]"),
+    Mutant("explain/reordering.py", "np.minimum(counts[at], other_counts[other_at])", "counts[at]"),
     Mutant("explain/comparison.py", "if max(map(len, side_texts)) > _MAX_TEXT_CHARS:", "if False:"),
     Mutant(
         "engine/stats_collector.py", "self._token_times.get(tenant)", "next(iter(self._token_times.values()), None)"
     ),
     Mutant("explain/realignment.py", "2 * (prompt_start + branch_start) + MIN_EQUAL_TOKENS", "0"),
     Mutant("explain/realignment.py", "if run.equal_tokens < MIN_EQUAL_TOKENS:", "if False:"),
-    Mutant("explain/kinds.py", "other_counts >= own_counts", "other_counts > 0"),
+    Mutant("explain/reordering.py", "other_counts >= own_counts", "other_counts > 0"),
     Mutant("explain/explanation.py", "equal_tokens > max_equal_tokens", "False"),
     Mutant(
         "service/server/auth/authorizer.py",
@@ -1632,9 +1632,9 @@ EXPLAIN_MUTANTS = (
     ),
 )
 DOCTOR_MUTANTS = (
-    Mutant("explain/kinds.py", " or _is_replaced(prompt, branch, place):", ":"),
+    Mutant("explain/reordering.py", " or _is_replaced(prompt, branch, realignment):", ":"),
     Mutant(
-        "explain/kinds.py",
+        "explain/reordering.py",
         "(num_equal := num_equal_tokens(prompt[end.prompt_end :], branch[end.branch_end :])) <= end.prompt_end:",
         "(num_equal := 0) > end.prompt_end:",
     ),

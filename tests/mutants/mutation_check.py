@@ -124,7 +124,7 @@ EVENT_TESTS = (
     "tests/cache/test_cache_stress.py",
 )
 DOCTOR_TESTS = (
-    "tests/explain/test_realignment.py",
+    "tests/explain/test_reordering.py",
     "tests/doctor/test_causes.py",
     "tests/doctor/test_content_index.py",
     "tests/doctor/test_block_examination.py",

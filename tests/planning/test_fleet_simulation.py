@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -26,14 +25,9 @@ from radixkv.routing.candidate import Hits
 from radixkv.routing.policies import ROUTINGS, RoutingWeights
 from radixkv.routing.router import Route
 
+from .traces import trace
+
 WEIGHTS = RoutingWeights(least_match_tokens=512)
-
-
-def trace(paths: Iterable[tuple[int, ...]], every_ms: float = 100_000) -> list[TraceRequest]:
-    """Return a request for each path, which lists the ids of its blocks; all blocks are full."""
-    return [
-        TraceRequest(index * every_ms, len(path) * TOKENS_PER_ID, 1, tuple(path)) for index, path in enumerate(paths)
-    ]
 
 
 def conversations(num_conversations: int, num_turns: int) -> list[tuple[int, ...]]:
@@ -59,7 +53,7 @@ def run(
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_a_fleet_of_one_replica_reuses_what_one_cache_reuses(routing: str) -> None:
-    requests = trace(conversations(5, 6))
+    requests = trace(conversations(5, 6), every_ms=100_000)
     cache = simulate(requests, policy="lru", capacity_tokens=20 * TOKENS_PER_ID)
     fleet = run(requests, 1, routing, num_blocks=20)
     assert (fleet.cached_tokens, fleet.prompt_tokens) == (cache.cached_tokens, cache.prompt_tokens)
@@ -85,7 +79,7 @@ def test_times_to_the_first_token_include_the_wait_for_earlier_requests() -> Non
 
 def test_cached_tokens_take_no_time() -> None:
     """The first request takes 4 seconds, and the second one, 100 seconds later, the time of one token."""
-    done = run(trace([(1, 2, 3, 4)] * 2), 1)
+    done = run(trace([(1, 2, 3, 4)] * 2, every_ms=100_000), 1)
     assert done.ttft_p50_s == pytest.approx(4.0, abs=0.1)
     assert done.cached_tokens == 4 * TOKENS_PER_ID - 1
     assert done.busy == pytest.approx(0.04, rel=0.01)
@@ -112,7 +106,7 @@ def test_the_same_trace_gives_the_same_counts() -> None:
 
 
 def test_a_prompt_larger_than_a_cache_is_a_miss_without_side_effects() -> None:
-    done = run(trace([(1,), (2, 3, 4), (1, 5)]), 1, num_blocks=2)
+    done = run(trace([(1,), (2, 3, 4), (1, 5)], every_ms=100_000), 1, num_blocks=2)
     assert (done.cached_tokens, done.prompt_tokens) == (512, 6 * 512)
 
 
@@ -161,10 +155,10 @@ class ReplicaAndClock:
             clock=lambda: self.now_s,
         )
 
-    def send(self, index: int, *ids: int) -> float | None:
+    def send(self, ticket: int, *ids: int) -> float | None:
         """Send a prompt now. Returns when it ends; None if it waits for another request."""
         tokens = np.array(ids, "<u4").tobytes()
-        return self.replica.send(SimulatedRequest(index, self.now_s, tokens, Route("a", Hits(), False, index)))
+        return self.replica.send(SimulatedRequest(self.now_s, tokens, Route("a", Hits(), False, ticket)))
 
 
 def test_requests_are_computed_one_after_the_other() -> None:
@@ -174,10 +168,10 @@ def test_requests_are_computed_one_after_the_other() -> None:
     assert setup.send(1, 1, 2, 3, 4, 6, 7) is None
     setup.now_s = 15.0
     request, computed_tokens, next_end_s = setup.replica.end()
-    assert (request.index, computed_tokens, next_end_s) == (0, 5, 17.0)  # 4 tokens are cached
+    assert (request.route.ticket, computed_tokens, next_end_s) == (0, 5, 17.0)  # 4 tokens are cached
     setup.now_s = 17.0
     request, computed_tokens, next_end_s = setup.replica.end()
-    assert (request.index, computed_tokens, next_end_s) == (1, 2, None)
+    assert (request.route.ticket, computed_tokens, next_end_s) == (1, 2, None)
     assert (setup.replica.computed_tokens, setup.replica.cached_tokens) == (7, 4)
     assert setup.replica.ttfts_s == [5.0, 6.0]
 

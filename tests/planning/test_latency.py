@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from radixkv.api.awaits import Awaits
+from radixkv.api.caller import Caller
+from radixkv.api.params import PrefillParams
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.namespace import Namespace
 from radixkv.planning.simulate import NO_HINTS, STOP, Latency, Simulation, simulate
-from radixkv.planning.tiers import TierCapacity
+from radixkv.planning.tiers import SimulatedTiers, TierCapacity
 from radixkv.planning.time_model import LoadTime, TimeModel
 from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest
+from radixkv.planning.virtual_clock import VirtualClock
+from radixkv.scheduling.request import Request
 
 BLOCK_LOAD_S = 0.064
 TIMES = TimeModel(token_bytes=1000, token_s=0.001, tiers={"host": LoadTime(TOKENS_PER_ID * 1000 / BLOCK_LOAD_S)})
@@ -46,6 +53,29 @@ def test_a_request_waits_until_its_blocks_are_loaded() -> None:
     # Most of the requests find all blocks on the device, and compute one token.
     _, latency = replay([request(0, 1, 2, 3), request(9, 1, 2, 3), request(10, 1, 2, 3)], 4)
     assert latency.ttft_p50_s == pytest.approx(0.001)
+
+
+def test_requests_that_wait_for_one_load_are_served_in_order_of_arrival() -> None:
+    clock, namespace, prompt = VirtualClock(), Namespace("trace"), bytes(4 * 3 * TOKENS_PER_ID)
+    tiers = SimulatedTiers([TierCapacity("host", None)], TOKENS_PER_ID, clock, TIMES)
+    cache = PrefixCache(3, TOKENS_PER_ID, listeners=[tiers.index], clock=clock)
+    tiers.connect(cache)
+    with cache.lease(namespace, prompt) as lease:
+        lease.commit(lease.num_tokens)
+    cache.evict(3)
+    tiers.advance(1.0)
+    served: list[int] = []
+
+    def serve(number: int, request: Request) -> None:
+        with cache.lease(namespace, prompt) as lease:
+            tiers.fill(request, lease)
+        served.append(number)
+
+    for number in range(20):
+        tiers.request(PrefillParams(prompt, Caller()), namespace, partial(serve, number))
+    assert served == []
+    tiers.finish()
+    assert served == list(range(20))
 
 
 def test_loads_from_a_tier_follow_each_other() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -16,14 +16,9 @@ from radixkv.errors import ConfigError
 from radixkv.planning.simulate import HINTS, OPTIMAL, SIMULATED_POLICIES, Simulation, simulate
 from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, load_trace
 
+from .traces import trace
+
 TRACE = os.environ.get("RADIXKV_TRACE")
-
-
-def trace(paths: Iterable[tuple[int, ...]], every_ms: float = 1000) -> list[TraceRequest]:
-    """Return a request for each path, which lists the ids of its blocks; all blocks are full."""
-    return [
-        TraceRequest(index * every_ms, len(path) * TOKENS_PER_ID, 1, tuple(path)) for index, path in enumerate(paths)
-    ]
 
 
 def hit_rate(requests: list[TraceRequest], policy: str, num_blocks: int) -> float:

@@ -15,14 +15,10 @@ from radixkv.planning.simulate import OPTIMAL, Simulation, simulate
 from radixkv.planning.tiers import TierCapacity, check_tiers, tier_capacity_tokens
 from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, load_trace
 
+from .traces import trace
+
 TRACE = os.environ.get("RADIXKV_TRACE")
 Block = tuple[int, ...]  # a block, identified by the ids of its prompt up to its end
-
-
-def trace(paths: list[Block], prompt_lengths: list[int] | None = None) -> list[TraceRequest]:
-    """Return a request for each path, which lists the ids of its blocks; without lengths, all blocks are full."""
-    lengths = prompt_lengths or [len(path) * TOKENS_PER_ID for path in paths]
-    return [TraceRequest(1000.0 * index, lengths[index], 1, path) for index, path in enumerate(paths)]
 
 
 def replay(
@@ -175,7 +171,7 @@ def test_a_tier_without_bound_reuses_whatever_a_cache_without_bound_reuses() -> 
 def test_a_block_that_the_device_has_in_part_counts_once() -> None:
     """The device has 100 tokens of block 2 when the last prompt finds the whole block in the tier."""
     paths: list[Block] = [(1, 2, 3), (9, 10, 11, 12), (1, 2), (1, 2, 3, 4)]
-    done = replay(trace(paths, [1536, 2048, 612, 2048]), 5, ("host", 100))
+    done = replay(trace(paths, prompt_lengths=[1536, 2048, 612, 2048]), 5, ("host", 100))
     assert done.device_tokens == 512 + 612
     assert [tier.cached_tokens for tier in done.tiers] == [1536 - 612]
 

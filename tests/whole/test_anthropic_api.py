@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +10,8 @@ import anthropic
 import pytest
 
 from radixkv.service.client import Client, Tokenizer
-from tests.free_port import free_port
 from tests.patience import PATIENCE_S
-from tests.whole.forked_server import serving
+from tests.whole.http_server import anthropic_client, post, serving_http
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
@@ -33,16 +29,6 @@ class Served:
     url: str
     tokenizer: Tokenizer
 
-    def post(self, path: str, body: object) -> tuple[int, Any]:
-        """Send bytes, or another value as JSON; return the status and the parsed body of the response."""
-        encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
-        try:
-            with urllib.request.urlopen(self.url + path, encoded, timeout=PATIENCE_S) as response:
-                return response.status, json.load(response)
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.load(error)
-
     def generate_over_grpc(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Return the text that the server generates after a chat."""
         chunks = self.grpc.generate(self.tokenizer.encode_chat(messages), **options)
@@ -51,11 +37,12 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    port = free_port()
-    with serving("--http-port", str(port)) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
-        url = f"http://127.0.0.1:{port}"
-        with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as api:
-            yield Served(client, api, url, client.tokenizer())
+    with (
+        serving_http() as (url, address),
+        Client(address, timeout_s=PATIENCE_S) as client,
+        anthropic_client(url) as api,
+    ):
+        yield Served(client, api, url, client.tokenizer())
 
 
 def block(text: str, ttl: str | None = None) -> dict[str, Any]:
@@ -211,7 +198,8 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
 def test_a_bad_request_gets_a_clear_error(
     served: Served, path_and_body: tuple[str, object], status: int, message: str
 ) -> None:
-    received_status, body = served.post(*path_and_body)
+    path, request = path_and_body
+    received_status, body = post(served.url + path, request)
     assert (received_status, body["error"]["message"][: len(message)]) == (status, message)
     assert body["type"] == "error"
     assert body["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")

@@ -6,11 +6,9 @@ must have: a value, a type, a pattern that it matches, or the same value as in t
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import UnionType
 from typing import Any
 
@@ -19,12 +17,9 @@ import openai
 import pydantic
 import pytest
 
-from radixkv.model.tiny_files import write_tiny_files
-from radixkv.model.tiny_model import build_tiny_model
 from radixkv.service.client import Client, Tokenizer
-from tests.free_port import free_port
 from tests.patience import PATIENCE_S, wait_until
-from tests.whole.forked_server import serving
+from tests.whole.http_server import anthropic_client, openai_client, serving_http, write_model
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
@@ -600,20 +595,13 @@ ANTHROPIC_ERRORS: Sequence[tuple[Request, tuple[int, str, str]]] = [
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    directory: Path = tmp_path_factory.mktemp("model") / "tiny"
-    build_tiny_model("eager").save_pretrained(directory)
-    write_tiny_files(directory)
-    tokenizer_file = directory / "tokenizer_config.json"
-    tokenizer_config = json.loads(tokenizer_file.read_text())
-    tokenizer_file.write_text(json.dumps({**tokenizer_config, "chat_template": TEMPLATE}))
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    client_options: Any = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE_S}
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    write_model(directory, TEMPLATE)
     with (
-        serving("--model", str(directory), "--http-port", str(port)) as (_, address),
+        serving_http("--model", str(directory)) as (url, address),
         Client(address, timeout_s=PATIENCE_S) as grpc,
-        openai.OpenAI(base_url=f"{url}/v1", **client_options) as gpt,
-        anthropic.Anthropic(base_url=url, **client_options) as claude,
+        openai_client(url) as gpt,
+        anthropic_client(url) as claude,
     ):
         yield Served(gpt, claude, grpc, grpc.tokenizer())
 

@@ -12,11 +12,9 @@ import pytest
 
 from radixkv.service.client import Awaits, Client
 from radixkv.v1.cache_pb2 import SessionStats
-from tests.free_port import free_port
 from tests.patience import PATIENCE_S
 from tests.service.text.tool_templates import HERMES
-from tests.whole.forked_server import serving
-from tests.whole.test_http_tool_formats import write_model
+from tests.whole.http_server import anthropic_client, openai_client, serving_http, write_model
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
@@ -42,14 +40,11 @@ class Service(NamedTuple):
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     directory = tmp_path_factory.mktemp("model")
-    write_model(directory, HERMES, [])
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    options: Any = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE_S}
+    write_model(directory, HERMES)
     with (
-        serving("--model", str(directory), "--http-port", str(port)) as (_, address),
-        openai.OpenAI(base_url=f"{url}/v1", **options) as gpt,
-        anthropic.Anthropic(base_url=url, **options) as claude,
+        serving_http("--model", str(directory)) as (url, address),
+        openai_client(url) as gpt,
+        anthropic_client(url) as claude,
         Client(address, timeout_s=PATIENCE_S) as grpc,
     ):
         yield Service(gpt, claude, grpc)

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-import torch
 
-from radixkv.model.tiny_files import write_tiny_files
-from radixkv.model.tiny_model import build_tiny_model
-from tests.free_port import free_port
-from tests.patience import PATIENCE_S
 from tests.service.text.tool_templates import MISTRAL_ARGS
-from tests.whole.forked_server import serving
+from tests.whole.http_server import anthropic_client, openai_client, serving_http, write_model
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
@@ -36,46 +30,23 @@ NAMED_TOOL = {"type": "function", "function": {"name": "auto"}}
 QUESTION: Any = [{"role": "user", "content": "How warm is it?"}]
 
 
-def write_model(directory: Path, template: str, tags: list[str]) -> None:
-    """Write the embedded model with a chat template, and with `tags` as further special tokens."""
-    torch.manual_seed(0)  # for the embeddings of the further tokens
-    model = build_tiny_model("eager")
-    old_size = model.config.vocab_size
-    new_size = old_size + len(tags)
-    model.resize_token_embeddings(new_size)
-    model.save_pretrained(directory)
-    write_tiny_files(directory)
-    config_file = directory / "config.json"
-    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "vocab_size": new_size}))
-    settings_file = directory / "tokenizer_config.json"
-    settings_file.write_text(json.dumps({**json.loads(settings_file.read_text()), "chat_template": template}))
-
-    tokenizer_file = directory / "tokenizer.json"
-    tokenizer = json.loads(tokenizer_file.read_text())
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    for index, tag in enumerate(tags):
-        tokenizer["added_tokens"].append({"id": old_size + index, "content": tag, "special": True, **flags})
-    tokenizer_file.write_text(json.dumps(tokenizer))
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("model")
     write_model(directory, TEMPLATE, ["[TOOL_CALLS]", "[ARGS]"])
-    port = free_port()
-    with serving("--model", str(directory), "--http-port", str(port)):
-        yield f"http://127.0.0.1:{port}"
+    with serving_http("--model", str(directory)) as (url, _):
+        yield url
 
 
 @pytest.fixture(scope="module")
 def gpt(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+    with openai_client(url) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def claude(url: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+    with anthropic_client(url) as client:
         yield client
 
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
-from radixkv.model.tiny_files import write_tiny_files
-from radixkv.model.tiny_model import build_tiny_model
-from tests.free_port import free_port
-from tests.patience import PATIENCE_S
-from tests.whole.forked_server import serving
+from tests.whole.http_server import anthropic_client, openai_client, serving_http, write_model
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
@@ -41,35 +36,24 @@ CLAUDE_TOOLS: Any = [
 QUESTION: Any = [{"role": "user", "content": "How warm is it?"}]
 
 
-def write_model_with_tools(folder: Path) -> Path:
-    """Write the embedded model with the template of this file into a folder, and return the directory of the model."""
-    directory = folder / "with-tools"
-    build_tiny_model("eager").save_pretrained(directory)
-    write_tiny_files(directory)
-    settings_file = directory / "tokenizer_config.json"
-    settings = json.loads(settings_file.read_text())
-    settings_file.write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
-    return directory
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory = write_model_with_tools(tmp_path_factory.mktemp("model"))
-    port = free_port()
-    with serving("--model", str(directory), "--http-port", str(port)):
-        yield f"http://127.0.0.1:{port}"
+    directory = tmp_path_factory.mktemp("model") / "with-tools"
+    write_model(directory, TEMPLATE)
+    with serving_http("--model", str(directory)) as (url, _):
+        yield url
 
 
 @pytest.fixture(scope="module")
 def gpt(url: str) -> Iterator[Any]:
     """A function that makes a chat completion with OpenAI's client."""
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+    with openai_client(url) as client:
         yield lambda **options: client.chat.completions.create(model="", max_completion_tokens=200, **options)
 
 
 @pytest.fixture(scope="module")
 def claude(url: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+    with anthropic_client(url) as client:
         yield client
 
 

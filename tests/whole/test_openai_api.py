@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +13,8 @@ import pytest
 
 from radixkv.service.client import Client, Tokenizer
 from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse
-from tests.free_port import free_port
 from tests.patience import PATIENCE_S
-from tests.whole.forked_server import serving
+from tests.whole.http_server import openai_client, post, serving_http
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
@@ -36,17 +34,6 @@ class Served:
     url: str
     tokenizer: Tokenizer
 
-    def post(self, path: str, body: object, **headers: str) -> tuple[int, Any]:
-        """Send bytes, or another value as JSON; return the status and the JSON of the response."""
-        encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, encoded, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-                return response.status, json.load(response)
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.load(error)
-
     def complete_over_grpc(
         self, token_ids: list[int], n: int = 1, **options: Any
     ) -> list[tuple[str, GenerateResponse]]:
@@ -59,12 +46,12 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    port = free_port()
-    with serving("--http-port", str(port)) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
-        url = f"http://127.0.0.1:{port}"
-        api = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
-        with api:
-            yield Served(client, api, url, client.tokenizer())
+    with (
+        serving_http() as (url, address),
+        Client(address, timeout_s=PATIENCE_S) as client,
+        openai_client(url) as api,
+    ):
+        yield Served(client, api, url, client.tokenizer())
 
 
 # Options over HTTP, and the same options over gRPC.
@@ -303,7 +290,8 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
 def test_a_bad_request_gets_a_clear_error(
     served: Served, path_and_body: tuple[str, object], status: int, message: str
 ) -> None:
-    received_status, body = served.post(*path_and_body)
+    path, request = path_and_body
+    received_status, body = post(served.url + path, request)
     assert (received_status, body["error"]["message"][: len(message)]) == (status, message)
     assert body["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 

@@ -9,10 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.free_port import free_port
-from tests.patience import PATIENCE_S
-from tests.whole.forked_server import serving
-from tests.whole.test_http_tools import TOOLS, write_model_with_tools
+from tests.whole.http_server import openai_client, serving_http, write_model
+from tests.whole.test_http_tools import TEMPLATE, TOOLS
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
@@ -22,14 +20,9 @@ CHAT: Any = [{"role": "user", "content": "How warm is it?"}]
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    directory = write_model_with_tools(tmp_path_factory.mktemp("model"))
-    port = free_port()
-    with (
-        serving("--model", str(directory), "--http-port", str(port)),
-        openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
-        ) as client,
-    ):
+    directory = tmp_path_factory.mktemp("model")
+    write_model(directory, TEMPLATE)
+    with serving_http("--model", str(directory)) as (url, _), openai_client(url) as client:
         yield client
 
 

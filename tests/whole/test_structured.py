@@ -14,8 +14,9 @@ pytest.importorskip("llguidance")
 
 from radixkv.service.cli.main import main
 from radixkv.service.client import Client, Tokenizer
-from radixkv.v1.prefill_pb2 import LENGTH, STOP, GenerateResponse
+from radixkv.v1.prefill_pb2 import LENGTH, STOP
 from tests.patience import PATIENCE_S
+from tests.whole.completions import complete
 from tests.whole.forked_server import serving
 
 PROMPT = "You are a helpful assistant. Hello"
@@ -82,19 +83,6 @@ def client(address: str) -> Iterator[Client]:
 @pytest.fixture(scope="module")
 def tokenizer(client: Client) -> Tokenizer:
     return client.tokenizer()
-
-
-def complete(
-    client: Client, prompt: list[int], n: int = 1, **options: object
-) -> list[tuple[list[int], GenerateResponse]]:
-    """Return the tokens and the last chunk of each completion."""
-    chunks = list(client.generate(prompt, **{"temperature": 1.0, "seed": 3, "n": n, **options}))  # type: ignore[arg-type]
-    completions = []
-    for index in range(n):
-        chunks_of_completion = [chunk for chunk in chunks if chunk.index == index]
-        token_ids = [token_id for chunk in chunks_of_completion for token_id in chunk.token_ids]
-        completions.append((token_ids, chunks_of_completion[-1]))
-    return completions
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])

@@ -10,8 +10,9 @@ import pytest
 
 from radixkv.service.cli.main import main
 from radixkv.service.client import Client, Tokenizer
-from radixkv.v1.prefill_pb2 import LENGTH, STOP, GenerateResponse
+from radixkv.v1.prefill_pb2 import LENGTH, STOP
 from tests.patience import PATIENCE_S, wait_until
+from tests.whole.completions import complete
 from tests.whole.forked_server import serving
 
 PROMPT = "You are a helpful assistant. Hello"
@@ -33,19 +34,6 @@ def client(address: str) -> Iterator[Client]:
 @pytest.fixture(scope="module")
 def tokenizer(client: Client) -> Tokenizer:
     return client.tokenizer()
-
-
-def complete(
-    client: Client, prompt: list[int], n: int = 1, **options: object
-) -> list[tuple[list[int], GenerateResponse]]:
-    """Return the tokens and the last chunk of each completion, sampled with a seed."""
-    chunks = list(client.generate(prompt, temperature=1.0, seed=3, n=n, **options))
-    completions = []
-    for index in range(n):
-        chunks_of_completion = [chunk for chunk in chunks if chunk.index == index]
-        token_ids = [token_id for chunk in chunks_of_completion for token_id in chunk.token_ids]
-        completions.append((token_ids, chunks_of_completion[-1]))
-    return completions
 
 
 def find_stop_string(tokenizer: Tokenizer, token_ids: list[int], min_tokens: int) -> tuple[str, int]:
