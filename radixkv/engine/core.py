@@ -17,7 +17,7 @@ from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.doctor.miss_profiler import MAX_BRANCHES, Branches
 from radixkv.engine.cancellation import Cancellations
-from radixkv.engine.completion import RequestCompleter
+from radixkv.engine.completion import RequestCompleter, retained_until, unix_time_of
 from radixkv.engine.compression import Compressor
 from radixkv.engine.hints import HintApplier
 from radixkv.engine.observer import CompositeObserver, Observer
@@ -26,7 +26,6 @@ from radixkv.engine.preemption import Preemptor
 from radixkv.engine.request_meter import RequestMeter
 from radixkv.engine.stats_collector import StatsCollector
 from radixkv.engine.step import PreparedStep, SliceResult, Step, release_parts, start_step, trial_chunk
-from radixkv.engine.unix_time import retained_until, unix_time_of
 from radixkv.errors import OutOfMemory, RadixKVError, StepFailed
 from radixkv.events.tree_feed import TreeFeed
 from radixkv.namespace import TRIAL_TENANT, Namespace, PromptKey
