@@ -23,7 +23,6 @@ from radixkv.engine.hints import HintApplier
 from radixkv.engine.observer import CompositeObserver, Observer
 from radixkv.engine.overlap import OverlapScheduler
 from radixkv.engine.preemption import Preemptor
-from radixkv.engine.request_meter import RequestMeter
 from radixkv.engine.stats_collector import StatsCollector
 from radixkv.engine.step import PreparedStep, SliceResult, Step, release_parts, start_step, trial_chunk
 from radixkv.errors import OutOfMemory, RadixKVError, StepFailed
@@ -144,8 +143,6 @@ class EngineCore:
             work_clock: CPU seconds of the calling thread.
         """
         storage = runner.storage
-        if cache.ledger is not None:
-            observers = (*observers, RequestMeter(cache.ledger))
         observer = CompositeObserver(observers)
         held_leases = HeldLeases(
             cache.held, config.held_lease_ttl_s, config.max_held_leases, config.max_tenant_held_leases

@@ -28,7 +28,7 @@ from radixkv.engine.engine import Engine
 from radixkv.engine.miss_feed import MissFeed
 from radixkv.engine.observer import Observer
 from radixkv.engine.page_reclaimer import PageReclaimer
-from radixkv.engine.quota_shadow_feed import QuotaShadowFeed
+from radixkv.engine.statement_feed import StatementFeed
 from radixkv.errors import ConfigError
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
@@ -97,9 +97,9 @@ def build_engine(
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
     default_quota = _quota("default_tenant", config.default_tenant, config)
     with contextlib.ExitStack() as cleanup:  # closes the files if the start fails, so that the process can try again
-        ledger, statements, shadows = _open_statements(config, quotas, open_day_files, cleanup)
-        if shadows is not None:
-            observers = (*observers, QuotaShadowFeed(shadows))
+        ledger, statements, statement_feed = _open_statements(config, quotas, open_day_files, cleanup)
+        if statement_feed is not None:
+            observers = (*observers, statement_feed)
         miss_profiler = None
         if config.server.diagnosed_share and config.transfer.role != "decode":  # prefill replicas profile the prompts
             miss_profiler = MissProfiler(config.server.diagnosed_share)
@@ -319,11 +319,10 @@ def _open_statements(
     quotas: Mapping[str, Quota],
     open_day_files: Callable[[str], DayFiles],
     cleanup: contextlib.ExitStack,
-) -> tuple[TenantLedger | None, StatementBook | None, QuotaShadows | None]:
-    """Return the ledger, the statement book and the quota shadows; all None without `server.statement_path`.
+) -> tuple[TenantLedger | None, StatementBook | None, StatementFeed | None]:
+    """Return the ledger, the statement book and the observer that feeds them; None without `server.statement_path`.
 
-    The shadows are None if no tenant has a ceiling. The files and the shadows are added to `cleanup`, which closes them
-    if the start fails.
+    The files and the quota shadows are added to `cleanup`, which closes them if the start fails.
     """
     path = config.server.statement_path
     if path is None:
@@ -335,7 +334,8 @@ def _open_statements(
     shadows = QuotaShadows(ceilings, config.cache.block_size) if ceilings else None
     if shadows is not None:
         cleanup.callback(shadows.close)
-    return ledger, StatementBook(ledger, files, config.server.statement_interval_s, shadows), shadows
+    book = StatementBook(ledger, files, config.server.statement_interval_s, shadows)
+    return ledger, book, StatementFeed(ledger, shadows)
 
 
 def _make_tree_feed(config: Config, step_tokens: int, marks: InvocationMarks, events_key: bytes | None) -> TreeFeed:
