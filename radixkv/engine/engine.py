@@ -26,8 +26,7 @@ from radixkv.cache.segment_source import SegmentSource
 from radixkv.compute.runner import DeviceStats, Runner
 from radixkv.config import EngineConfig
 from radixkv.doctor.miss_profiler import Branches, MissProfiler
-from radixkv.engine.adapters.adapters import Adapters, AdapterSource
-from radixkv.engine.adapters.keyed_prompt import KeyedPrompt
+from radixkv.engine.adapters.adapters import Adapters, AdapterSource, KeyedPrompt
 from radixkv.engine.admission_control import AdmissionControl
 from radixkv.engine.core import EngineCore
 from radixkv.engine.inbox import SERVICE_ORIGIN, CallerKind, CallOrigin, EngineThread, Inbox
