@@ -182,8 +182,13 @@ class Engine:
     @property
     def is_healthy(self) -> bool:
         """Whether new requests are accepted, and steps neither hang nor fail repeatedly."""
-        is_working = not self._watchdog.is_hanging and self._core.num_failed_steps < _MAX_FAILED_STEPS
+        is_working = not self._watchdog.is_hanging and not self._is_failing
         return self._thread.is_alive() and not self._admission.is_closed and is_working
+
+    @property
+    def _is_failing(self) -> bool:
+        """Whether steps fail repeatedly."""
+        return self._core.num_failed_steps >= _MAX_FAILED_STEPS
 
     @property
     def cancellation(self) -> LifecycleError:
@@ -428,7 +433,8 @@ class Engine:
 
     def _call_for(self, tenant: str | None, function: Callable[[], Any]) -> Future[Any]:
         """Call a function for one tenant, or for an administrator, who sees all tenants (None)."""
-        return self._call(function, CallOrigin(CallerKind.for_scope(tenant), tenant or ""))
+        kind = CallerKind.ADMIN if tenant is None else CallerKind.TENANT
+        return self._call(function, CallOrigin(kind, tenant or ""))
 
     def _loop(self) -> None:
         try:
@@ -437,10 +443,10 @@ class Engine:
                 self._watchdog.step_begins()
                 self._inbox.run_some()
                 self._core.step()
-                if self._core.num_failed_steps >= _MAX_FAILED_STEPS and time.monotonic() >= self._next_try_s:
+                if self._is_failing and time.monotonic() >= self._next_try_s:
                     self._next_try_s = time.monotonic() + _RETRY_PERIOD_S
                     self._core.try_step()
-                self._watchdog.step_ends(is_failing=self._core.num_failed_steps >= _MAX_FAILED_STEPS)
+                self._watchdog.step_ends(is_failing=self._is_failing)
         except BaseException:
             _log.critical("the engine's thread failed and the process ends: this is a bug", exc_info=True)
             raise
@@ -458,5 +464,4 @@ class Engine:
     def _wait_for_work(self) -> None:
         """Wait for something to run while there is nothing to compute."""
         if not self._core.has_work:
-            is_failing = self._core.num_failed_steps >= _MAX_FAILED_STEPS
-            self._inbox.run_next(_RETRY_PERIOD_S if is_failing else self._core.seconds_until_due())
+            self._inbox.run_next(_RETRY_PERIOD_S if self._is_failing else self._core.seconds_until_due())

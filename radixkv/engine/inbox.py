@@ -28,11 +28,6 @@ class CallerKind(Enum):
     ADMIN = "administrators, who inspect or purge the cache of all tenants"
     TENANT = "tenants, and calls that inspect or purge the cache of one tenant"
 
-    @classmethod
-    def for_scope(cls, tenant: str | None) -> CallerKind:
-        """Return the kind of a caller that inspects or purges the cache of one tenant, or of all tenants (None)."""
-        return cls.ADMIN if tenant is None else cls.TENANT
-
 
 class CallOrigin(NamedTuple):
     """The origin of a call. Calls of one origin run in order; different origins take turns."""
