@@ -53,7 +53,7 @@ from radixkv.startup.recurrent_state_slots import make_state_slots
 from radixkv.startup.requirements import require_usable
 from radixkv.startup.thread_count import choose_thread_count
 from radixkv.startup.tiers import Transfers, open_stores, tier_shares
-from radixkv.startup.windowed_layers import divide_layers, windows_of
+from radixkv.startup.windowed_layers import Division, divide_layers, windows_of
 from radixkv.statements.day_files import DayFiles
 from radixkv.statements.quota_shadow import QuotaShadows
 from radixkv.statements.statement_book import StatementBook
@@ -100,15 +100,7 @@ def build_engine(
         ledger, statements, statement_feed = _open_statements(config, quotas, open_day_files, cleanup)
         if statement_feed is not None:
             observers = (*observers, statement_feed)
-        miss_profiler = None
-        if config.server.diagnosed_share and config.transfer.role != "decode":  # prefill replicas profile the prompts
-            miss_profiler = MissProfiler(config.server.diagnosed_share)
-        use_huge_pages()
-        keep_freed_memory()  # before loading, which copies each weight of a model on a CPU
-        progress.begin("loading the model")
-        model = load_model(dataclasses.replace(config.model, max_adapters=config.max_adapters), progress.report)
-        give_back_freed_memory()  # the memory of the weights as they were before packing
-        _note_model(model, progress)
+        model = _load_model(config, progress)
         kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
         progress.begin("checking attention and the model")
         kernels = _choose_kernels(model, kv_shape, config.cache.block_size, progress)
@@ -117,26 +109,10 @@ def build_engine(
         capturer = GraphCapturer(model, kernels, limits)
         num_blocks_in_one_pool = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, capturer)
         state_slots = make_state_slots(model, kv_shape, num_blocks_in_one_pool, config, limits)
-        # Windowed layers may have a pool of their own, whose blocks are called parts.
-        groups, num_blocks, num_parts, num_dedicated_parts = divide_layers(
-            config, limits, model, num_blocks_in_one_pool
-        )
+        division = divide_layers(config, limits, model, num_blocks_in_one_pool)
+        num_blocks = division.num_blocks
         _require_floors(quotas, num_blocks)
-        storage = KVStorage(
-            num_blocks,
-            config.cache.block_size,
-            kv_shape,
-            model.device,
-            is_by_layer=kernels.prefers_layer_major_pool,
-            groups=groups,
-            num_parts=num_parts,
-            num_dedicated_parts=num_dedicated_parts,
-        )
-        _log_pool(storage, model.device)
-        progress.note(
-            f"pool of {num_blocks * storage.block_size} tokens in blocks of {storage.block_size} "
-            f"({storage.num_bytes / 1e6:.1f} MB)"
-        )
+        storage = _allocate_pool(model, kernels, kv_shape, config.cache.block_size, division, progress)
         marks = InvocationMarks()
         events = _make_tree_feed(config, limits.step_tokens, marks, events_key)
         num_state_slots = 0 if state_slots is None else state_slots.num_slots
@@ -160,8 +136,10 @@ def build_engine(
             ledger=ledger,
         )
         listeners: list[Listener] = [events]
-        miss_feed = None if miss_profiler is None else MissFeed(miss_profiler)
-        if miss_feed is not None:
+        miss_profiler = miss_feed = None
+        if config.server.diagnosed_share and config.transfer.role != "decode":  # prefill replicas profile the prompts
+            miss_profiler = MissProfiler(config.server.diagnosed_share)
+            miss_feed = MissFeed(miss_profiler)
             observers = (*observers, miss_feed)
             listeners.append(miss_feed)
         if stores is not None:
@@ -218,6 +196,46 @@ def _set_threads(configured: int | None) -> None:
     if threads.count != torch.get_num_threads():
         torch.set_num_threads(threads.count)
     _log.info("computing with %d %s: %s", threads.count, "thread" if threads.count == 1 else "threads", threads.reason)
+
+
+def _load_model(config: Config, progress: StartProgress) -> Model:
+    use_huge_pages()
+    keep_freed_memory()  # before loading, which copies each weight of a model on a CPU
+    progress.begin("loading the model")
+    model = load_model(dataclasses.replace(config.model, max_adapters=config.max_adapters), progress.report)
+    give_back_freed_memory()  # the memory of the weights as they were before packing
+    dtype = str(model.module.dtype).removeprefix("torch.")
+    mode = "exact" if model.is_exact else "fast"
+    progress.note(f"model {model.name} on {model.device} in {dtype}, {mode} mode")
+    if model.device.type == "cpu":
+        num_threads = torch.get_num_threads()
+        progress.note("1 thread" if num_threads == 1 else f"{num_threads} threads")
+    return model
+
+
+def _allocate_pool(
+    model: Model,
+    kernels: AttentionKernels,
+    kv_shape: KVShape,
+    block_size: int,
+    division: Division,
+    progress: StartProgress,
+) -> KVStorage:
+    storage = KVStorage(
+        division.num_blocks,
+        block_size,
+        kv_shape,
+        model.device,
+        is_by_layer=kernels.prefers_layer_major_pool,
+        groups=division.groups,
+        num_parts=division.num_parts,
+        num_dedicated_parts=division.num_dedicated_parts,
+    )
+    _log_pool(storage, model.device)
+    progress.note(
+        f"pool of {storage.num_blocks * block_size} tokens in blocks of {block_size} ({storage.num_bytes / 1e6:.1f} MB)"
+    )
+    return storage
 
 
 def _log_pool(storage: KVStorage, device: torch.device) -> None:
@@ -288,15 +306,6 @@ def make_runner(
         num_steps, took_s = len(graphs.shapes), time.perf_counter() - start_s
         _log.info("compiled kernels, captured and checked %d steps as CUDA graphs in %.1f s", num_steps, took_s)
     return Runner(model, storage, kernels, graphs, num_state_slots)
-
-
-def _note_model(model: Model, progress: StartProgress) -> None:
-    dtype = str(model.module.dtype).removeprefix("torch.")
-    mode = "exact" if model.is_exact else "fast"
-    progress.note(f"model {model.name} on {model.device} in {dtype}, {mode} mode")
-    if model.device.type == "cpu":
-        num_threads = torch.get_num_threads()
-        progress.note("1 thread" if num_threads == 1 else f"{num_threads} threads")
 
 
 def _choose_kernels(model: Model, kv_shape: KVShape, block_size: int, progress: StartProgress) -> AttentionKernels:
