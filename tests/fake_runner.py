@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from radixkv.compute.device_stats import DeviceStats
 from radixkv.compute.forward import Chunk
-from radixkv.compute.runner import DeviceStats, Launch, StepResult, Wait
+from radixkv.compute.runner import Launch, StepResult, Wait
 from radixkv.config.sequence_limit import SequenceLimit
 
 VOCAB_SIZE = 256

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from radixkv.blocks import BlockCopy
+from radixkv.compute.device_stats import DeviceStats
 from radixkv.compute.forward import NO_TOKEN, Chunk, StepLayout, StepOutputs, compute_step, lay_out, pack_tokens
 from radixkv.compute.graphs.graphs import StepGraphs
 from radixkv.kernels.kv_pool import KVPool
@@ -38,25 +38,6 @@ class StepResult(NamedTuple):
     logits: torch.Tensor
     most_likely: list[int]
     is_finite: list[bool]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceStats:
-    """How the device computes steps, and its memory.
-
-    Attributes:
-        attention: name of the attention kernels that serve.
-        captured_steps: CUDA graphs that are used, one for each captured shape of steps.
-        dropped_steps: CUDA graphs that are not used, because they failed their check at start or could not be checked.
-        used_bytes: used memory of the device, including that of other processes; None on a CPU.
-        total_bytes: memory of the device; None on a CPU.
-    """
-
-    attention: str
-    captured_steps: int
-    dropped_steps: int
-    used_bytes: int | None
-    total_bytes: int | None
 
 
 # Waits for a step that was started, and returns its result. To be called once.

@@ -23,7 +23,8 @@ from radixkv.api.stats import DEFAULT_MAX_TENANTS, EngineLoad, EngineStats, Sess
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import Purged
 from radixkv.cache.segment_source import SegmentSource
-from radixkv.compute.runner import DeviceStats, Runner
+from radixkv.compute.device_stats import DeviceStats
+from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.doctor.miss_profiler import Branches, MissProfiler
 from radixkv.engine.adapters.adapters import Adapters, AdapterSource, KeyedPrompt

@@ -45,7 +45,7 @@ from radixkv.api.stats import (
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import Purged, all_slices
 from radixkv.cache.segment_source import SegmentSource
-from radixkv.compute.runner import DeviceStats
+from radixkv.compute.device_stats import DeviceStats
 from radixkv.engine.adapters.adapters import Adapters
 from radixkv.engine.hints import HintApplier
 from radixkv.engine.inbox import EngineThread
