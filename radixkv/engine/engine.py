@@ -123,7 +123,7 @@ class Engine:
         self._runner = runner
         self._admission = AdmissionControl(config, rates)
         self._inbox = Inbox(config.max_waiting_calls, config.max_tenant_calls)
-        offload, transfer_parts = (None, None) if open_offload is None else open_offload(self._wake)
+        offload, transfer_parts = (None, None) if open_offload is None else open_offload(self._inbox.wake)
         self._core = EngineCore.build(
             runner,
             cache,
@@ -152,10 +152,6 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._is_stopping = threading.Event()
         self._next_try_s = 0.0
-
-    def _wake(self) -> None:
-        """Wake the engine's thread. Any thread may call this."""
-        self._inbox.put(lambda: None)
 
     def device_stats(self) -> DeviceStats:
         """Return the attention kernels, CUDA graphs and memory of the device. May be called from any thread."""
