@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -215,14 +215,9 @@ class Engine:
             Later, through the future: OutOfBlocks, OutOfMemory, QuotaExceeded, DeadlinePassed, StepFailed, Draining.
         """
         future: Future[PrefillResult] = Future()
-        prompt = None
-        try:
-            prompt = self.adapters.acquire(params.caller, params.tokens)
+        with self._acquired(params) as prompt:
             self.limits.require_prefill(params)
             self._submit(prompt.request(params, future))
-        except BaseException as error:
-            self._report_refusal(prompt, error)
-            raise
         return future
 
     def generate(
@@ -241,15 +236,10 @@ class Engine:
         `sampling.compression`. The future may also raise the RequestError of a constraint.
         """
         future = GenerationFuture()
-        prompt = None
-        try:
-            prompt = self.adapters.acquire(params.caller, params.tokens)
+        with self._acquired(params) as prompt:
             self.limits.require_generation(params, sampling)
             generation = Generation.of(sampling, self.eos_token_ids, on_tokens)
             self._submit(prompt.request(sampling.prompt_params(params), future, generation, fetched))
-        except BaseException as error:
-            self._report_refusal(prompt, error)
-            raise
         return future
 
     def probe(self, tokens: bytes, caller: Caller = ANONYMOUS) -> Future[ProbeResult]:
@@ -402,12 +392,19 @@ class Engine:
         self.adapters.release(request.adapter)
         self._admission.leave(request)  # last: if a bug raises before, `abandon` still fails the request
 
-    def _report_refusal(self, prompt: KeyedPrompt | None, error: BaseException) -> None:
-        """Release the adapter of a request that was not queued, and notify observers."""
-        if prompt is not None:
-            self.adapters.release(prompt.adapter)
-        if isinstance(error, RadixKVError):
-            self._core.observer.request_refused(error)
+    @contextlib.contextmanager
+    def _acquired(self, params: PrefillParams) -> Iterator[KeyedPrompt]:
+        """Acquire the adapter of a request. If the request is not queued, release it, and notify observers."""
+        prompt = None
+        try:
+            prompt = self.adapters.acquire(params.caller, params.tokens)
+            yield prompt
+        except BaseException as error:
+            if prompt is not None:
+                self.adapters.release(prompt.adapter)
+            if isinstance(error, RadixKVError):
+                self._core.observer.request_refused(error)
+            raise
 
     def _submit(self, request: Request) -> None:
         if self._watchdog.is_hanging:
