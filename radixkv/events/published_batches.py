@@ -9,6 +9,7 @@ omitted, because readers over ZMQ have no credentials.
 
 from __future__ import annotations
 
+import time
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +17,7 @@ import msgpack
 import numpy as np
 
 from radixkv.api.events import AllCleared, BlocksStored, Event, EventBatch
+from radixkv.errors import EventsLost
 from radixkv.events.event_log import EventLog
 
 SEQUENCE_BYTES = 8
@@ -52,26 +54,29 @@ class PublishedBatches:
         """Number of the last batch."""
         return self._log.last
 
-    @property
-    def before_oldest(self) -> int:
-        """Number of the batch before the oldest one that is kept."""
-        return self._log.first - 1
-
     def number_before(self, sequence: bytes) -> int:
         """Return the number of the batch before the one with this sequence number of a message."""
         return self._log.start + int.from_bytes(sequence, "big")
 
-    def after(self, number: int) -> Message | None:
-        """Return the batch after a number as a message; None if it does not exist yet.
+    def next_after(self, number: int) -> tuple[int, Message] | None:
+        """Return the batch after a number, or the oldest one that is kept if that batch was dropped.
 
-        Raises:
-            EventsLost: the batch was dropped.
+        Returns:
+            The number of the batch, and its message; None if it does not exist yet.
         """
-        batch = self._log.after(number)
-        if batch is None:
-            return None
-        sequence = (number - self._log.start).to_bytes(SEQUENCE_BYTES, "big")
-        return self.topic, sequence, self._payload_of(batch, self._form)
+        while True:
+            try:
+                batch = self._log.after(number)
+            except EventsLost:
+                number = self._log.first - 1
+                if number >= self._log.last:
+                    return None
+                time.sleep(0)  # lets the thread that appends run, which may have dropped this batch, too
+                continue
+            if batch is None:
+                return None
+            sequence = (number - self._log.start).to_bytes(SEQUENCE_BYTES, "big")
+            return number + 1, (self.topic, sequence, self._payload_of(batch, self._form))
 
 
 def payload_of(batch: EventBatch, form: str) -> bytes:

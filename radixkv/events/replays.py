@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from radixkv.errors import EventsLost
 from radixkv.events.published_batches import SEQUENCE_BYTES, Message, PublishedBatches
 
 _LOG_PERIOD_S = 60.0
@@ -48,13 +47,12 @@ class ReplayReader:
         """Return the next message of the replay; None if no replay is in progress."""
         if self._last_number is None:
             return None
-        self._last_number = max(self._last_number, self._batches.before_oldest)
-        try:
-            message = self._batches.after(self._last_number)
-        except EventsLost:  # dropped in the meantime: continue with what is kept
-            return self.next_message()
-        self._last_number = None if message is None else self._last_number + 1
-        return b"", *(message or self._batches.end)
+        next_batch = self._batches.next_after(self._last_number)
+        if next_batch is None:
+            self._last_number = None
+            return b"", *self._batches.end
+        self._last_number, message = next_batch
+        return b"", *message
 
 
 class MalformedRequests:

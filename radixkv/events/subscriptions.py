@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 
-from radixkv.errors import EventsLost
 from radixkv.events.published_batches import Message, PublishedBatches
 from radixkv.events.zmtp import ZmtpError
 
@@ -58,15 +56,8 @@ class SubscriptionReader:
         """Return the next message to send; None if there is none yet."""
         if self._last_number is None:
             return None
-        while True:
-            try:
-                message = self._batches.after(self._last_number)
-            except EventsLost:
-                self._last_number = self._batches.before_oldest
-                if self._last_number >= self._batches.last:
-                    return None
-                time.sleep(0)  # lets the thread that appends run, which may have dropped this batch, too
-                continue
-            if message is not None:
-                self._last_number += 1
-            return message
+        next_batch = self._batches.next_after(self._last_number)
+        if next_batch is None:
+            return None
+        self._last_number, message = next_batch
+        return message
