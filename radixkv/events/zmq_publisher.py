@@ -14,10 +14,9 @@ from functools import partial
 from radixkv.config import EventsConfig
 from radixkv.errors import ConfigError
 from radixkv.events.curve import Curve, read_curve_keys
+from radixkv.events.log_readers import MalformedRequests, ReplayReader, SubscriptionReader
 from radixkv.events.published_batches import PublishedBatches
 from radixkv.events.readers import EventSource
-from radixkv.events.replays import MalformedRequests, ReplayReader
-from radixkv.events.subscriptions import SubscriptionReader
 from radixkv.events.zmq_address import ZmqAddress, end_listening
 from radixkv.events.zmq_port import ZmqPort
 from radixkv.events.zmtp import Null, Security

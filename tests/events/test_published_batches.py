@@ -5,10 +5,7 @@ import numpy as np
 import pytest
 
 from radixkv.api.events import AllCleared, BlocksRemoved, BlocksStored, EventBatch
-from radixkv.errors import EventsLost
-from radixkv.events.published_batches import PublishedBatches, payload_of
-from radixkv.events.replays import ReplayReader
-from radixkv.events.subscriptions import SubscriptionReader
+from radixkv.events.published_batches import payload_of
 
 HASHES = [2**64 - 1, 7]
 PACKED = np.array(HASHES, "<u8").tobytes()
@@ -54,53 +51,3 @@ def test_maps_contain_the_blocks_on_the_device_without_a_salt(form: str) -> None
 def test_no_form_contains_blocks_of_a_namespace_with_a_salt(form: str) -> None:
     salted = BlocksStored(None, PACKED, TOKENS, 2, "0a" * 16), BlocksRemoved(PACKED, "0a" * 16)
     assert msgpack.unpackb(payload_of(EventBatch(1, 2.0, salted), form)) == [2.0, [], 0]
-
-
-class OvertakingLog:
-    """Fakes the log while the engine overtakes a reader: `num_overtakes` reads fail with `EventsLost`.
-
-    With each of them, a new batch replaces the oldest one. Five batches are kept.
-    """
-
-    start = 0
-
-    def __init__(self, num_overtakes: int) -> None:
-        self.first = 6
-        self.last = 10
-        self.num_overtakes = num_overtakes
-
-    def after(self, number: int) -> EventBatch | None:
-        if self.num_overtakes:
-            self.num_overtakes -= 1
-            self.first += 1
-            self.last += 1
-            raise EventsLost("lost")
-        return EventBatch(number + 1, 0.0, ()) if number < self.last else None
-
-
-def overtaking_batches(num_overtakes: int) -> PublishedBatches:
-    return PublishedBatches(OvertakingLog(num_overtakes), b"kv", "array")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("num_overtakes", [1, 2, 20_000])
-def test_a_subscriber_that_is_overtaken_again_and_again_continues_with_the_oldest_batch(num_overtakes: int) -> None:
-    reader = SubscriptionReader(overtaking_batches(num_overtakes))
-    reader.receive([b"\x01"])
-    for index in range(5):
-        message = reader.next_message()
-        assert message is not None
-        assert int.from_bytes(message[1], "big") == 5 + num_overtakes + index
-    assert reader.next_message() is None
-
-
-@pytest.mark.parametrize("num_overtakes", [1, 2, 20_000])
-def test_a_replay_that_is_overtaken_again_and_again_continues_with_the_oldest_batch(num_overtakes: int) -> None:
-    batches = overtaking_batches(num_overtakes)
-    reader = ReplayReader(batches, lambda: None)
-    reader.receive([b"", bytes(8)])
-    for index in range(5):
-        message = reader.next_message()
-        assert message is not None
-        assert int.from_bytes(message[2], "big") == 5 + num_overtakes + index
-    assert reader.next_message() == (b"", *batches.end)
-    assert not reader.is_busy
