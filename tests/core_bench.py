@@ -19,8 +19,10 @@ from radixkv.cache.tenants import Quota
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.engine.observer import Observer
+from radixkv.engine.statement_feed import StatementFeed
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Generation, Request
+from radixkv.statements.quota_shadow import QuotaShadows
 from tests.fake_runner import FakeRunner, tokens
 from tests.fakes import FakeClock
 
@@ -49,12 +51,17 @@ class Bench:
         num_snapshots: int | None = None,
         every_tokens: int = 16,
         has_ledger: bool = False,
+        shadows: QuotaShadows | None = None,
         listeners: Iterable[Listener] = (),
         **config: object,
     ) -> None:
         self.clock = FakeClock()
         self.has_pending_calls = False  # while it is true, no step is started ahead
         engine_config = EngineConfig(**config)
+        ledger = None
+        if has_ledger:
+            ledger = TenantLedger(BLOCK_SIZE, clock=self.clock)
+            observers = (*observers, StatementFeed(ledger, shadows))
         states = None
         if num_snapshots is not None:
             num_requests = engine_config.max_running_requests
@@ -68,7 +75,7 @@ class Bench:
             listeners=listeners,
             clock=self.clock,
             state_slots=states,
-            ledger=TenantLedger(BLOCK_SIZE, clock=self.clock) if has_ledger else None,
+            ledger=ledger,
         )
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         self.runner.has_states = states is not None

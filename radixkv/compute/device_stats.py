@@ -1,4 +1,4 @@
-"""Statistics of the device that computes steps."""
+"""Statistics of the device that computes steps. Nothing here imports torch."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from radixkv.blocks import BlockCopy, BlockIds
-from radixkv.compute.argmax import argmax
 from radixkv.errors import require_invariant
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.staging import to_device
@@ -291,6 +290,26 @@ def _most_likely(logits: torch.Tensor) -> torch.Tensor:
     most_likely = argmax(logits)[:, None]
     largest = logits.gather(1, most_likely)
     return torch.where(largest.isfinite(), most_likely, NO_TOKEN).squeeze(1)
+
+
+def argmax(rows: torch.Tensor) -> torch.Tensor:
+    """Return the index of the largest number of each row, the first one of several. NaN is larger than all numbers.
+
+    On a CPU, NumPy computes it. PyTorch compares one number after another there, and takes 62 us instead of 3 us for
+    49,152 numbers.
+
+    >>> argmax(torch.tensor([[0.0, 2.0, 2.0], [float("nan"), 3.0, 1.0]]))
+    tensor([1, 0])
+
+    Args:
+        rows: float32 or float64 `[n, size]`.
+
+    Returns:
+        int64 `[n]`, on the same device.
+    """
+    if rows.device.type == "cpu":
+        return torch.from_numpy(rows.numpy().argmax(axis=-1))
+    return rows.argmax(dim=-1)
 
 
 def _step_over(

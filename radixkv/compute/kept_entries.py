@@ -14,6 +14,9 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import dequantize, key_dtype
 from radixkv.kernels.scoring import Scoring
 
+_POOLING_SIZE = 5  # kernel size of the average pooling, as in the published code of SnapKV
+_QUERIES_AT_ONCE = 16  # scores of 16 queries, 32 heads and 32,768 entries take 64 MiB
+
 
 def copy_entries(pool: KVPool, chosen: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
     """Copy chosen entries, in their stored format, into the first slots of other blocks, in place.
@@ -56,9 +59,6 @@ def _stored_tensors(pool: KVPool) -> list[torch.Tensor]:
     return [pool.values] if pool.scales is None else [pool.values, pool.scales]
 
 
-_POOLING_SIZE = 5  # kernel size of the average pooling, as in the published code of SnapKV
-
-
 def first_and_last(num_tokens: int, num_sinks: int, num_entries: int) -> torch.Tensor:
     """Choose the first `num_sinks` tokens and the last ones, `num_entries` tokens together.
 
@@ -89,9 +89,6 @@ def heaviest_and_last(mass: torch.Tensor, window: int, num_entries: int, *, is_p
     heaviest = order[..., : num_entries - window].sort(dim=-1).values
     last = torch.arange(num_tokens - window, num_tokens, device=mass.device)
     return torch.cat((heaviest, last.expand(*mass.shape[:2], window)), dim=-1)
-
-
-_QUERIES_AT_ONCE = 16  # scores of 16 queries, 32 heads and 32,768 entries take 64 MiB
 
 
 def attention_mass(

@@ -74,12 +74,9 @@ class Config:
     default_tenant: TenantConfig = field(default_factory=TenantConfig)
 
     def __post_init__(self) -> None:
-        for name, store in self.stores.items():
-            store.require(f"stores.{name}")
-        for name, source in self.kv_sources.items():
-            source.require(f"kv_sources.{name}")
-        for name, adapter in self.adapters.items():
-            adapter.require(f"adapters.{name}")
+        for group in _NAMED_SECTIONS:
+            for name, section in getattr(self, group).items():
+                section.require(f"{group}.{name}")
         if 0 < self.model.max_adapters < len(self.adapters):
             raise ConfigError(
                 f"model.max_adapters: expected at least {len(self.adapters)}, the number of sections adapters.*, "
@@ -96,8 +93,6 @@ class Config:
                 "default_tenant.weight: expected 1, since all other weights are relative to it, got "
                 f"{self.default_tenant.weight}"
             )
-        for name, tenant in self.tenants.items():
-            tenant.require(f"tenants.{name}")
         floors = sum(tenant.floor_tokens for tenant in self.tenants.values())
         capacity = self.cache.capacity_tokens
         if capacity is not None and floors > capacity:

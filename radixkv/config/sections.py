@@ -110,13 +110,13 @@ class AdapterConfig:
     path: str = ""
 
     def require(self, path: str) -> None:
-        """Check all values. `Config` calls this, since only it knows the name of the section.
+        """Check all values and the name. `Config` calls this, since only it knows the name of the section.
 
         Args:
-            path: `adapters.NAME`.
+            path: path of the section, such as `adapters.NAME`.
 
         Raises:
-            ConfigError: the path or the name is missing. The message names the key.
+            ConfigError: a value or the name is refused. The message names the key.
         """
         require_fields(path, self)
         if path == "adapters.":
@@ -506,14 +506,7 @@ class StoreConfig:
     trusted: bool = False
 
     def require(self, path: str) -> None:
-        """Check all values. `Config` calls this, since only it knows the name of the section.
-
-        Args:
-            path: `stores.NAME`.
-
-        Raises:
-            ConfigError: a value or the name is refused. The message names the key.
-        """
+        """Check all values and the name; see `AdapterConfig.require`."""
         require_fields(path, self)
         if path.removeprefix("stores.") in ("", "host", "disk", "redis", "mooncake"):
             raise ConfigError(
@@ -564,14 +557,7 @@ class KVSourceConfig:
     trusted: bool = False
 
     def require(self, path: str) -> None:
-        """Check all values. `Config` calls this, since only it knows the name of the section.
-
-        Args:
-            path: `kv_sources.NAME`.
-
-        Raises:
-            ConfigError: a value is refused. The message names the key.
-        """
+        """Check all values; see `AdapterConfig.require`."""
         require_fields(path, self)
         host_and_port(f"{path}.address", self.address)
 
@@ -612,14 +598,7 @@ class TenantConfig:
     rate_burst_s: Annotated[float, Range(1e-3, 3600)] = 10.0
 
     def require(self, path: str) -> None:
-        """Check all values. `Config` calls this, since only it knows the name of the section.
-
-        Args:
-            path: `tenants.NAME` or `default_tenant`.
-
-        Raises:
-            ConfigError: a value is refused. The message names the key.
-        """
+        """Check all values; see `AdapterConfig.require`."""
         require_fields(path, self)
         if self.ceiling_tokens is not None:
             Range(self.floor_tokens).require(f"{path}.ceiling_tokens", self.ceiling_tokens)

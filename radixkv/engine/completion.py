@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import cast
@@ -28,7 +29,6 @@ from radixkv.engine.observer import Observer
 from radixkv.engine.sampler import Prediction
 from radixkv.engine.stats_collector import StatsCollector
 from radixkv.engine.step import SliceResult, release_parts
-from radixkv.engine.unix_time import retained_until, unix_time_of
 from radixkv.errors import NotFinite, RadixKVError, StepFailed
 from radixkv.namespace import PromptKey
 from radixkv.scheduling.held_leases import HeldLeases
@@ -337,3 +337,16 @@ def _timing(request: Request, now_s: float) -> Timing:
 
 def _microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
+
+
+def unix_time_of(when_s: float, clock: Callable[[], float]) -> float:
+    """Return the Unix time at which a clock shows `when_s`.
+
+    It is slightly earlier if the thread is interrupted between reading the two clocks.
+    """
+    return time.time() + when_s - clock()
+
+
+def retained_until(grant: Grant, clock: Callable[[], float]) -> Retained:
+    """Return a grant with its expiry in Unix time; `clock` is the clock of the grant."""
+    return Retained(grant, None if grant.expires_s is None else unix_time_of(grant.expires_s, clock))

@@ -17,16 +17,14 @@ from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.doctor.miss_profiler import MAX_BRANCHES, Branches
 from radixkv.engine.cancellation import Cancellations
-from radixkv.engine.completion import RequestCompleter
+from radixkv.engine.completion import RequestCompleter, retained_until, unix_time_of
 from radixkv.engine.compression import Compressor
 from radixkv.engine.hints import HintApplier
 from radixkv.engine.observer import CompositeObserver, Observer
 from radixkv.engine.overlap import OverlapScheduler
 from radixkv.engine.preemption import Preemptor
-from radixkv.engine.request_meter import RequestMeter
 from radixkv.engine.stats_collector import StatsCollector
 from radixkv.engine.step import PreparedStep, SliceResult, Step, release_parts, start_step, trial_chunk
-from radixkv.engine.unix_time import retained_until, unix_time_of
 from radixkv.errors import OutOfMemory, RadixKVError, StepFailed
 from radixkv.events.tree_feed import TreeFeed
 from radixkv.namespace import TRIAL_TENANT, Namespace, PromptKey
@@ -145,8 +143,6 @@ class EngineCore:
             work_clock: CPU seconds of the calling thread.
         """
         storage = runner.storage
-        if cache.ledger is not None:
-            observers = (*observers, RequestMeter(cache.ledger))
         observer = CompositeObserver(observers)
         held_leases = HeldLeases(
             cache.held, config.held_lease_ttl_s, config.max_held_leases, config.max_tenant_held_leases

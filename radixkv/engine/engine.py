@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,8 +27,7 @@ from radixkv.compute.device_stats import DeviceStats
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.doctor.miss_profiler import Branches, MissProfiler
-from radixkv.engine.adapters.adapters import Adapters, AdapterSource
-from radixkv.engine.adapters.keyed_prompt import KeyedPrompt
+from radixkv.engine.adapters.adapters import Adapters, AdapterSource, KeyedPrompt
 from radixkv.engine.admission_control import AdmissionControl
 from radixkv.engine.core import EngineCore
 from radixkv.engine.inbox import SERVICE_ORIGIN, CallerKind, CallOrigin, EngineThread, Inbox
@@ -124,7 +123,7 @@ class Engine:
         self._runner = runner
         self._admission = AdmissionControl(config, rates)
         self._inbox = Inbox(config.max_waiting_calls, config.max_tenant_calls)
-        offload, transfer_parts = (None, None) if open_offload is None else open_offload(self._wake)
+        offload, transfer_parts = (None, None) if open_offload is None else open_offload(self._inbox.wake)
         self._core = EngineCore.build(
             runner,
             cache,
@@ -154,10 +153,6 @@ class Engine:
         self._is_stopping = threading.Event()
         self._next_try_s = 0.0
 
-    def _wake(self) -> None:
-        """Wake the engine's thread. Any thread may call this."""
-        self._inbox.put(lambda: None)
-
     def device_stats(self) -> DeviceStats:
         """Return the attention kernels, CUDA graphs and memory of the device. May be called from any thread."""
         return self._runner.device_stats()
@@ -184,8 +179,13 @@ class Engine:
     @property
     def is_healthy(self) -> bool:
         """Whether new requests are accepted, and steps neither hang nor fail repeatedly."""
-        is_working = not self._watchdog.is_hanging and self._core.num_failed_steps < _MAX_FAILED_STEPS
+        is_working = not self._watchdog.is_hanging and not self._is_failing
         return self._thread.is_alive() and not self._admission.is_closed and is_working
+
+    @property
+    def _is_failing(self) -> bool:
+        """Whether steps fail repeatedly."""
+        return self._core.num_failed_steps >= _MAX_FAILED_STEPS
 
     @property
     def cancellation(self) -> LifecycleError:
@@ -215,14 +215,9 @@ class Engine:
             Later, through the future: OutOfBlocks, OutOfMemory, QuotaExceeded, DeadlinePassed, StepFailed, Draining.
         """
         future: Future[PrefillResult] = Future()
-        prompt = None
-        try:
-            prompt = self.adapters.acquire(params.caller, params.tokens)
+        with self._acquired(params) as prompt:
             self.limits.require_prefill(params)
             self._submit(prompt.request(params, future))
-        except BaseException as error:
-            self._report_refusal(prompt, error)
-            raise
         return future
 
     def generate(
@@ -241,15 +236,10 @@ class Engine:
         `sampling.compression`. The future may also raise the RequestError of a constraint.
         """
         future = GenerationFuture()
-        prompt = None
-        try:
-            prompt = self.adapters.acquire(params.caller, params.tokens)
+        with self._acquired(params) as prompt:
             self.limits.require_generation(params, sampling)
             generation = Generation.of(sampling, self.eos_token_ids, on_tokens)
             self._submit(prompt.request(sampling.prompt_params(params), future, generation, fetched))
-        except BaseException as error:
-            self._report_refusal(prompt, error)
-            raise
         return future
 
     def probe(self, tokens: bytes, caller: Caller = ANONYMOUS) -> Future[ProbeResult]:
@@ -402,12 +392,19 @@ class Engine:
         self.adapters.release(request.adapter)
         self._admission.leave(request)  # last: if a bug raises before, `abandon` still fails the request
 
-    def _report_refusal(self, prompt: KeyedPrompt | None, error: BaseException) -> None:
-        """Release the adapter of a request that was not queued, and notify observers."""
-        if prompt is not None:
-            self.adapters.release(prompt.adapter)
-        if isinstance(error, RadixKVError):
-            self._core.observer.request_refused(error)
+    @contextlib.contextmanager
+    def _acquired(self, params: PrefillParams) -> Iterator[KeyedPrompt]:
+        """Acquire the adapter of a request. If the request is not queued, release it, and notify observers."""
+        prompt = None
+        try:
+            prompt = self.adapters.acquire(params.caller, params.tokens)
+            yield prompt
+        except BaseException as error:
+            if prompt is not None:
+                self.adapters.release(prompt.adapter)
+            if isinstance(error, RadixKVError):
+                self._core.observer.request_refused(error)
+            raise
 
     def _submit(self, request: Request) -> None:
         if self._watchdog.is_hanging:
@@ -430,7 +427,8 @@ class Engine:
 
     def _call_for(self, tenant: str | None, function: Callable[[], Any]) -> Future[Any]:
         """Call a function for one tenant, or for an administrator, who sees all tenants (None)."""
-        return self._call(function, CallOrigin(CallerKind.for_scope(tenant), tenant or ""))
+        kind = CallerKind.ADMIN if tenant is None else CallerKind.TENANT
+        return self._call(function, CallOrigin(kind, tenant or ""))
 
     def _loop(self) -> None:
         try:
@@ -439,10 +437,10 @@ class Engine:
                 self._watchdog.step_begins()
                 self._inbox.run_some()
                 self._core.step()
-                if self._core.num_failed_steps >= _MAX_FAILED_STEPS and time.monotonic() >= self._next_try_s:
+                if self._is_failing and time.monotonic() >= self._next_try_s:
                     self._next_try_s = time.monotonic() + _RETRY_PERIOD_S
                     self._core.try_step()
-                self._watchdog.step_ends(is_failing=self._core.num_failed_steps >= _MAX_FAILED_STEPS)
+                self._watchdog.step_ends(is_failing=self._is_failing)
         except BaseException:
             _log.critical("the engine's thread failed and the process ends: this is a bug", exc_info=True)
             raise
@@ -460,5 +458,4 @@ class Engine:
     def _wait_for_work(self) -> None:
         """Wait for something to run while there is nothing to compute."""
         if not self._core.has_work:
-            is_failing = self._core.num_failed_steps >= _MAX_FAILED_STEPS
-            self._inbox.run_next(_RETRY_PERIOD_S if is_failing else self._core.seconds_until_due())
+            self._inbox.run_next(_RETRY_PERIOD_S if self._is_failing else self._core.seconds_until_due())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from radixkv.api.awaits import Awaits
@@ -29,6 +30,7 @@ _RETAIN_FIELDS = ("priority", *_TTL_FIELDS, "renew", *_RANGE_FIELDS)
 _NAMESPACE_FIELDS = ("adapter", "salt")
 _MAX_ENDS = 64  # maximum number of branches of a session that one action changes
 _MAX_NUMBER = 2**53  # whole numbers above it are not exact in JSON
+_NO_TIERS = "there are no tiers to save to; kv.release frees the blocks"
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list: "a list"}
 
 
@@ -97,9 +99,9 @@ class HintApplier:
             "kv.retain": self._retain_ranges,
             "kv.pin": self._pin,
             "kv.prefetch": self._prefetch_prompt,
-            "kv.demote": self._demote,
-            "kv.release": self._release,
-            "kv.evict": self._release,
+            "kv.demote": partial(self._drop, evicts=True),
+            "kv.release": partial(self._drop, evicts=False),
+            "kv.evict": partial(self._drop, evicts=False),
             "kv.share": self._share,
             "kv.await": self._await,
         }
@@ -108,9 +110,9 @@ class HintApplier:
         ] = {
             "kv.retain": self._retain_namespaces,
             "kv.pin": self._pin_namespaces,
-            "kv.demote": self._demote_namespaces,
-            "kv.release": self._release_namespaces,
-            "kv.evict": self._release_namespaces,
+            "kv.demote": partial(self._drop_namespaces, evicts=True),
+            "kv.release": partial(self._drop_namespaces, evicts=False),
+            "kv.evict": partial(self._drop_namespaces, evicts=False),
         }
 
     def apply(self, actions: Sequence[HintAction], tenant: str, prompt: PromptKey | None) -> tuple[HintOutcome, ...]:
@@ -288,39 +290,10 @@ class HintApplier:
             "" if num_tokens else "no tier has more of the prompt than the device, or too much is loading",
         )
 
-    def _demote(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
-        self._require_tiers()
-        return self._drop(payload, tenant, prompt, evicts=True)
-
-    def _demote_namespaces(
-        self, payload: _Payload, tenant: str, names: _Names
-    ) -> Generator[None, None, tuple[int, str]]:
-        self._require_tiers()
-        return (yield from self._drop_in_slices(payload, tenant, names, evicts=True))
-
-    def _release_namespaces(
-        self, payload: _Payload, tenant: str, names: _Names
-    ) -> Generator[None, None, tuple[int, str]]:
-        return (yield from self._drop_in_slices(payload, tenant, names, evicts=False))
-
-    def _drop_in_slices(
-        self, payload: _Payload, tenant: str, names: _Names, *, evicts: bool
-    ) -> Generator[None, None, tuple[int, str]]:
-        payload.allow(*_NAMESPACE_FIELDS)
-        num_dropped, are_any_left = yield from self._cache.drop_in_slices(
-            tenant, adapter=names.digest, salt=names.salt, evicts=evicts
-        )
-        return num_dropped, "some tokens stay, because requests use them" if are_any_left else ""
-
-    def _require_tiers(self) -> None:
-        if self._prefetch is None:
-            raise Refusal("there are no tiers to save to; kv.release frees the blocks")
-
-    def _release(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
-        return self._drop(payload, tenant, prompt, evicts=False)
-
     def _drop(self, payload: _Payload, tenant: str, prompt: PromptKey | None, *, evicts: bool) -> tuple[int, str]:
         """Drop the addressed tokens from the device. `evicts`: whether the tiers save them."""
+        if evicts and self._prefetch is None:
+            raise Refusal(_NO_TIERS)
         payload.allow("session_id", "start")
         start = payload.get("start", int) or 0
         session = self._session(payload, tenant)
@@ -335,6 +308,18 @@ class HintApplier:
             num_dropped, num_kept = self._cache.drop(*_require_prompt(prompt), start, evicts=evicts)
         reason = f"{num_kept} tokens stay, because requests use them, or because one hint cannot drop so many segments"
         return num_dropped, reason if num_kept else ""
+
+    def _drop_namespaces(
+        self, payload: _Payload, tenant: str, names: _Names, *, evicts: bool
+    ) -> Generator[None, None, tuple[int, str]]:
+        """Drop the addressed namespaces from the device. `evicts`: whether the tiers save them."""
+        if evicts and self._prefetch is None:
+            raise Refusal(_NO_TIERS)
+        payload.allow(*_NAMESPACE_FIELDS)
+        num_dropped, are_any_left = yield from self._cache.drop_in_slices(
+            tenant, adapter=names.digest, salt=names.salt, evicts=evicts
+        )
+        return num_dropped, "some tokens stay, because requests use them" if are_any_left else ""
 
     def _share(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
         payload.allow("session_id", "end")

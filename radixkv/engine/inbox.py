@@ -28,11 +28,6 @@ class CallerKind(Enum):
     ADMIN = "administrators, who inspect or purge the cache of all tenants"
     TENANT = "tenants, and calls that inspect or purge the cache of one tenant"
 
-    @classmethod
-    def for_scope(cls, tenant: str | None) -> CallerKind:
-        """Return the kind of a caller that inspects or purges the cache of one tenant, or of all tenants (None)."""
-        return cls.ADMIN if tenant is None else cls.TENANT
-
 
 class CallOrigin(NamedTuple):
     """The origin of a call. Calls of one origin run in order; different origins take turns."""
@@ -131,6 +126,10 @@ class Inbox:
         """Run a function on the engine's thread. The function must not raise, and is never refused."""
         self._functions.put(function)
 
+    def wake(self) -> None:
+        """Wake the engine's thread, which waits for functions only. Any thread may call this."""
+        self.put(lambda: None)
+
     def call(self, function: Callable[[], Any], origin: CallOrigin = SERVICE_ORIGIN) -> Future[Any]:
         """Call a short function on the engine's thread.
 
@@ -152,7 +151,7 @@ class Inbox:
             self._num_calls += removed is None
             self._unfinished.add(future)
         if not had_calls:
-            self._functions.put(_wake_up)
+            self.wake()
         future.add_done_callback(self._unfinished.discard)
         if removed is not None:
             removed.drop()
@@ -235,7 +234,3 @@ class Inbox:
 def _slices(function: Callable[[], Any]) -> Generator[None, None, Any]:
     result = function()
     return (yield from result) if isinstance(result, Generator) else result
-
-
-def _wake_up() -> None:
-    """Do nothing. The engine's thread waits for functions only, so this wakes it up for a call."""

@@ -15,7 +15,7 @@ from xxhash import xxh3_64
 from radixkv.api.logprob_table import LogprobRows, LogprobTable
 from radixkv.api.result import TokenLogprobs
 from radixkv.api.sampling import Sampling
-from radixkv.compute.argmax import argmax
+from radixkv.compute.forward import argmax
 from radixkv.errors import RadixKVError, RequestError, StepFailed
 from radixkv.scheduling.request import Generation, Request
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
-from collections.abc import Sequence
-from typing import Protocol
 
+from radixkv.events.log_readers import LogReader
 from radixkv.events.zmtp import READ_BYTES, ZmtpConnection, ZmtpError
 
 HANDSHAKE_S = 10.0
@@ -16,23 +15,6 @@ STALLED_S = 30.0
 # TCP options that detect machines that have vanished: seconds without traffic before the first probe, seconds between
 # probes, and the number of unanswered probes after which the connection is closed.
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
-
-
-class LogReader(Protocol):
-    """Receives the messages of a peer, and returns messages from the log for it."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the next message of the peer must wait."""
-        ...
-
-    def receive(self, frames: Sequence[bytes]) -> None:
-        """Take a message of the peer. Raises ZmtpError if the connection must be closed."""
-        ...
-
-    def next_message(self) -> Sequence[bytes] | None:
-        """Return the next message for the peer; None if there is none."""
-        ...
 
 
 class PeerConnection:

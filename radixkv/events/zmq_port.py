@@ -6,7 +6,8 @@ import selectors
 from collections import deque
 from collections.abc import Callable
 
-from radixkv.events.peer_connection import LogReader, PeerConnection
+from radixkv.events.log_readers import LogReader
+from radixkv.events.peer_connection import PeerConnection
 from radixkv.events.zmq_address import ZmqAddress, end_listening
 from radixkv.events.zmtp import Security, ZmtpConnection, ZmtpError
 

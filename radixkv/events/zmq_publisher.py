@@ -13,13 +13,11 @@ from functools import partial
 
 from radixkv.config import EventsConfig
 from radixkv.errors import ConfigError
-from radixkv.events.curve_keys import read_curve_keys
+from radixkv.events.curve import Curve, read_curve_keys
+from radixkv.events.log_readers import MalformedRequests, ReplayReader, SubscriptionReader
 from radixkv.events.published_batches import PublishedBatches
 from radixkv.events.readers import EventSource
-from radixkv.events.replays import MalformedRequests, ReplayReader
-from radixkv.events.subscriptions import SubscriptionReader
 from radixkv.events.zmq_address import ZmqAddress, end_listening
-from radixkv.events.zmq_forms import PAYLOADS
 from radixkv.events.zmq_port import ZmqPort
 from radixkv.events.zmtp import Null, Security
 
@@ -54,7 +52,7 @@ class ZmqPublisher:
 
     def __init__(self, source: EventSource, config: EventsConfig) -> None:
         assert config.zmq_endpoint is not None
-        batches = PublishedBatches(source.log, config.topic.encode(), PAYLOADS[config.form])
+        batches = PublishedBatches(source.log, config.topic.encode(), config.form)
         malformed_requests = MalformedRequests()
         make_security = _security_factory(config)
         self._publisher = ZmqPort(
@@ -163,11 +161,7 @@ def _security_factory(config: EventsConfig) -> Callable[[bytes, tuple[bytes, ...
     Its arguments are the socket type of this end, and the socket types that may connect.
     """
     keys = read_curve_keys(config)
-    if keys is None:
-        return Null
-    from radixkv.events.curve import Curve  # needs PyNaCl
-
-    return partial(Curve, keys)
+    return Null if keys is None else partial(Curve, keys)
 
 
 def require_addresses(config: EventsConfig) -> list[ZmqAddress]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable
 
 from radixkv.errors import UnsupportedModel
 from radixkv.model.attention.interface import AttentionKernels, AttentionUse
@@ -16,8 +15,6 @@ from radixkv.startup.attention_check import check_attention
 from radixkv.startup.attention_trial import try_attention
 from radixkv.startup.progress import StartProgress
 from radixkv.storage.device_pool import KVShape
-
-_Kernels = TypeVar("_Kernels", bound=AttentionKernels)
 
 _log = logging.getLogger(__name__)
 
@@ -54,27 +51,22 @@ def choose_attention_kernels(
         attempt(name, use)
 
     if model.device.type != "cuda":
-        on_cpu = _without_refused(refused, cpu_candidates(use))
-        cpu_kernels = try_candidates(on_cpu, lambda name: _check_all(on_cpu[name], uses))
-        progress.note(_name_of(cpu_kernels, on_cpu))
-        return cpu_kernels
-    on_gpu = _without_refused(refused, attention_candidates(use))
-    gpu_kernels = try_candidates(on_gpu, try_on_gpu)
-    progress.note(_name_of(gpu_kernels, on_gpu))
-    triton = gpu_kernels.for_service()
+        on_cpu = cpu_candidates(use)
+        name = try_candidates(_without_refused(refused, on_cpu), lambda name: _check_all(on_cpu[name], uses))
+        progress.note(name)
+        return on_cpu[name]
+    on_gpu = attention_candidates(use)
+    name = try_candidates(_without_refused(refused, on_gpu), try_on_gpu)
+    progress.note(name)
+    triton = on_gpu[name].for_service()
     flashinfer = flashinfer_candidate(use)
     if flashinfer is None:
         return triton
-    with_flashinfer = flashinfer.with_triton_kernels(triton)
-    candidates: dict[str, AttentionKernels] = {FLASHINFER: with_flashinfer, POINTERS: triton}
-    kernels = try_candidates(_without_refused(refused, candidates), try_on_gpu)
-    if kernels is with_flashinfer:
-        progress.note(FLASHINFER)
-    return kernels
-
-
-def _name_of(kernels: AttentionKernels, candidates: Mapping[str, AttentionKernels]) -> str:
-    return next(name for name, candidate in candidates.items() if candidate is kernels)
+    candidates: dict[str, AttentionKernels] = {FLASHINFER: flashinfer.with_triton_kernels(triton), POINTERS: triton}
+    name = try_candidates(_without_refused(refused, candidates), try_on_gpu)
+    if name == FLASHINFER:
+        progress.note(name)
+    return candidates[name]
 
 
 def _check_all(kernels: AttentionKernels, uses: Iterable[AttentionUse]) -> None:
@@ -82,31 +74,34 @@ def _check_all(kernels: AttentionKernels, uses: Iterable[AttentionUse]) -> None:
         check_attention(kernels, use)
 
 
-def _without_refused(refused: Collection[str], candidates: Mapping[str, _Kernels]) -> dict[str, _Kernels]:
-    """Remove the candidates that the environment variable refuses, and log a warning for each."""
-    for name in candidates:
+def _without_refused(refused: Collection[str], names: Iterable[str]) -> list[str]:
+    """Remove the kernels that the environment variable refuses, and log a warning for each."""
+    remaining = []
+    for name in names:
         if name in refused:
             _log.warning("%s is not used: %s refuses it", name, VARIABLE)
-    return {name: kernels for name, kernels in candidates.items() if name not in refused}
+        else:
+            remaining.append(name)
+    return remaining
 
 
-def try_candidates(candidates: Mapping[str, _Kernels], attempt: Callable[[str], None]) -> _Kernels:
+def try_candidates(names: Iterable[str], attempt: Callable[[str], None]) -> str:
     """Try kernels until one passes, and log a warning for each that fails.
 
     Args:
-        candidates: kernels by name, the preferred ones first; at least one.
+        names: names of kernels, the preferred ones first; at least one.
         attempt: called with a name; raises UnsupportedModel if these kernels cannot serve.
 
     Returns:
-        The first kernels that pass, or else the last ones. The last ones are not tried, since there is no alternative:
-        `check_model` refuses the model with the reason if they fail.
+        The name of the first kernels that pass, or else of the last ones. The last ones are not tried, since there is
+        no alternative: `check_model` refuses the model with the reason if they fail.
     """
-    *preferred, last = candidates
+    *preferred, last = names
     for name in preferred:
         try:
             attempt(name)
         except UnsupportedModel as refusal:
             _log.warning("%s is not used: %s", name, refusal)
         else:
-            return candidates[name]
-    return candidates[last]
+            return name
+    return last

@@ -28,7 +28,7 @@ from radixkv.engine.engine import Engine
 from radixkv.engine.miss_feed import MissFeed
 from radixkv.engine.observer import Observer
 from radixkv.engine.page_reclaimer import PageReclaimer
-from radixkv.engine.quota_shadow_feed import QuotaShadowFeed
+from radixkv.engine.statement_feed import StatementFeed
 from radixkv.errors import ConfigError
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
@@ -53,7 +53,7 @@ from radixkv.startup.recurrent_state_slots import make_state_slots
 from radixkv.startup.requirements import require_usable
 from radixkv.startup.thread_count import choose_thread_count
 from radixkv.startup.tiers import Transfers, open_stores, tier_shares
-from radixkv.startup.windowed_layers import divide_layers, windows_of
+from radixkv.startup.windowed_layers import Division, divide_layers, windows_of
 from radixkv.statements.day_files import DayFiles
 from radixkv.statements.quota_shadow import QuotaShadows
 from radixkv.statements.statement_book import StatementBook
@@ -97,18 +97,10 @@ def build_engine(
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
     default_quota = _quota("default_tenant", config.default_tenant, config)
     with contextlib.ExitStack() as cleanup:  # closes the files if the start fails, so that the process can try again
-        ledger, statements, shadows = _open_statements(config, quotas, open_day_files, cleanup)
-        if shadows is not None:
-            observers = (*observers, QuotaShadowFeed(shadows))
-        miss_profiler = None
-        if config.server.diagnosed_share and config.transfer.role != "decode":  # prefill replicas profile the prompts
-            miss_profiler = MissProfiler(config.server.diagnosed_share)
-        use_huge_pages()
-        keep_freed_memory()  # before loading, which copies each weight of a model on a CPU
-        progress.begin("loading the model")
-        model = load_model(dataclasses.replace(config.model, max_adapters=config.max_adapters), progress.report)
-        give_back_freed_memory()  # the memory of the weights as they were before packing
-        _note_model(model, progress)
+        ledger, statements, statement_feed = _open_statements(config, quotas, open_day_files, cleanup)
+        if statement_feed is not None:
+            observers = (*observers, statement_feed)
+        model = _load_model(config, progress)
         kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
         progress.begin("checking attention and the model")
         kernels = _choose_kernels(model, kv_shape, config.cache.block_size, progress)
@@ -117,26 +109,10 @@ def build_engine(
         capturer = GraphCapturer(model, kernels, limits)
         num_blocks_in_one_pool = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, capturer)
         state_slots = make_state_slots(model, kv_shape, num_blocks_in_one_pool, config, limits)
-        # Windowed layers may have a pool of their own, whose blocks are called parts.
-        groups, num_blocks, num_parts, num_dedicated_parts = divide_layers(
-            config, limits, model, num_blocks_in_one_pool
-        )
+        division = divide_layers(config, limits, model, num_blocks_in_one_pool)
+        num_blocks = division.num_blocks
         _require_floors(quotas, num_blocks)
-        storage = KVStorage(
-            num_blocks,
-            config.cache.block_size,
-            kv_shape,
-            model.device,
-            is_by_layer=kernels.prefers_layer_major_pool,
-            groups=groups,
-            num_parts=num_parts,
-            num_dedicated_parts=num_dedicated_parts,
-        )
-        _log_pool(storage, model.device)
-        progress.note(
-            f"pool of {num_blocks * storage.block_size} tokens in blocks of {storage.block_size} "
-            f"({storage.num_bytes / 1e6:.1f} MB)"
-        )
+        storage = _allocate_pool(model, kernels, kv_shape, config.cache.block_size, division, progress)
         marks = InvocationMarks()
         events = _make_tree_feed(config, limits.step_tokens, marks, events_key)
         num_state_slots = 0 if state_slots is None else state_slots.num_slots
@@ -160,8 +136,10 @@ def build_engine(
             ledger=ledger,
         )
         listeners: list[Listener] = [events]
-        miss_feed = None if miss_profiler is None else MissFeed(miss_profiler)
-        if miss_feed is not None:
+        miss_profiler = miss_feed = None
+        if config.server.diagnosed_share and config.transfer.role != "decode":  # prefill replicas profile the prompts
+            miss_profiler = MissProfiler(config.server.diagnosed_share)
+            miss_feed = MissFeed(miss_profiler)
             observers = (*observers, miss_feed)
             listeners.append(miss_feed)
         if stores is not None:
@@ -218,6 +196,46 @@ def _set_threads(configured: int | None) -> None:
     if threads.count != torch.get_num_threads():
         torch.set_num_threads(threads.count)
     _log.info("computing with %d %s: %s", threads.count, "thread" if threads.count == 1 else "threads", threads.reason)
+
+
+def _load_model(config: Config, progress: StartProgress) -> Model:
+    use_huge_pages()
+    keep_freed_memory()  # before loading, which copies each weight of a model on a CPU
+    progress.begin("loading the model")
+    model = load_model(dataclasses.replace(config.model, max_adapters=config.max_adapters), progress.report)
+    give_back_freed_memory()  # the memory of the weights as they were before packing
+    dtype = str(model.module.dtype).removeprefix("torch.")
+    mode = "exact" if model.is_exact else "fast"
+    progress.note(f"model {model.name} on {model.device} in {dtype}, {mode} mode")
+    if model.device.type == "cpu":
+        num_threads = torch.get_num_threads()
+        progress.note("1 thread" if num_threads == 1 else f"{num_threads} threads")
+    return model
+
+
+def _allocate_pool(
+    model: Model,
+    kernels: AttentionKernels,
+    kv_shape: KVShape,
+    block_size: int,
+    division: Division,
+    progress: StartProgress,
+) -> KVStorage:
+    storage = KVStorage(
+        division.num_blocks,
+        block_size,
+        kv_shape,
+        model.device,
+        is_by_layer=kernels.prefers_layer_major_pool,
+        groups=division.groups,
+        num_parts=division.num_parts,
+        num_dedicated_parts=division.num_dedicated_parts,
+    )
+    _log_pool(storage, model.device)
+    progress.note(
+        f"pool of {storage.num_blocks * block_size} tokens in blocks of {block_size} ({storage.num_bytes / 1e6:.1f} MB)"
+    )
+    return storage
 
 
 def _log_pool(storage: KVStorage, device: torch.device) -> None:
@@ -290,15 +308,6 @@ def make_runner(
     return Runner(model, storage, kernels, graphs, num_state_slots)
 
 
-def _note_model(model: Model, progress: StartProgress) -> None:
-    dtype = str(model.module.dtype).removeprefix("torch.")
-    mode = "exact" if model.is_exact else "fast"
-    progress.note(f"model {model.name} on {model.device} in {dtype}, {mode} mode")
-    if model.device.type == "cpu":
-        num_threads = torch.get_num_threads()
-        progress.note("1 thread" if num_threads == 1 else f"{num_threads} threads")
-
-
 def _choose_kernels(model: Model, kv_shape: KVShape, block_size: int, progress: StartProgress) -> AttentionKernels:
     """Choose attention kernels, and refuse a model for which their results are wrong."""
     start_s = time.perf_counter()
@@ -319,11 +328,10 @@ def _open_statements(
     quotas: Mapping[str, Quota],
     open_day_files: Callable[[str], DayFiles],
     cleanup: contextlib.ExitStack,
-) -> tuple[TenantLedger | None, StatementBook | None, QuotaShadows | None]:
-    """Return the ledger, the statement book and the quota shadows; all None without `server.statement_path`.
+) -> tuple[TenantLedger | None, StatementBook | None, StatementFeed | None]:
+    """Return the ledger, the statement book and the observer that feeds them; None without `server.statement_path`.
 
-    The shadows are None if no tenant has a ceiling. The files and the shadows are added to `cleanup`, which closes them
-    if the start fails.
+    The files and the quota shadows are added to `cleanup`, which closes them if the start fails.
     """
     path = config.server.statement_path
     if path is None:
@@ -335,7 +343,8 @@ def _open_statements(
     shadows = QuotaShadows(ceilings, config.cache.block_size) if ceilings else None
     if shadows is not None:
         cleanup.callback(shadows.close)
-    return ledger, StatementBook(ledger, files, config.server.statement_interval_s, shadows), shadows
+    book = StatementBook(ledger, files, config.server.statement_interval_s, shadows)
+    return ledger, book, StatementFeed(ledger, shadows)
 
 
 def _make_tree_feed(config: Config, step_tokens: int, marks: InvocationMarks, events_key: bytes | None) -> TreeFeed:

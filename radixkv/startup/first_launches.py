@@ -6,18 +6,17 @@ A kernel is compiled separately for each number of rows of a tile, for each dtyp
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-
-import numpy as np
 
 from radixkv.blocks import BlockCopy
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.model.attention.interface import PlanningKernels
 from radixkv.model.model import Model
+from radixkv.startup.pool_size import first_block_chunk
 from radixkv.storage.device_pool import KVStorage
-from radixkv.tokens import TOKEN_BYTES
 
 # Numbers of packed rows of a tile: those that `kernels/gpu/attention_plan.py` chooses from.
 _TILE_ROWS = (16, 64, 128)
@@ -65,14 +64,6 @@ def _chunks(query_lens: Sequence[int], block_size: int, max_sequence_tokens: int
     for query_len in query_lens:
         num_tokens = min(query_len, max_sequence_tokens)
         end = min(max_sequence_tokens, num_tokens + (0 if chunks else _CACHED_TOKENS))
-        chunks.append(
-            Chunk(
-                tokens=bytes(end * TOKEN_BYTES),
-                start=end - num_tokens,
-                end=end,
-                block_ids=np.zeros(-(-end // block_size), dtype=np.int32),
-                copy=None if chunks else BlockCopy(0, 0),
-                wants_logits=True,
-            )
-        )
+        chunks.append(first_block_chunk(end - num_tokens, end, block_size))
+    chunks[0] = dataclasses.replace(chunks[0], copy=BlockCopy(0, 0))
     return chunks

@@ -1,9 +1,11 @@
-"""Makes MKL's results reproducible on processors without AVX-512. Nothing here imports torch."""
+"""Makes MKL's results reproducible on processors without AVX-512."""
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
 from pathlib import Path
+
+from radixkv.kernels.native.processor import processor_flags
 
 _VARIABLE = "MKL_CBWR"  # conditional numerical reproducibility; MKL reads it at its first call
 _CPUINFO = Path("/proc/cpuinfo")
@@ -21,10 +23,6 @@ def fix_summation_order(environment: MutableMapping[str, str], cpuinfo: Path = _
         environment: `os.environ`, to which `MKL_CBWR` may be added.
         cpuinfo: file that describes the processors.
     """
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+    flags = processor_flags(cpuinfo)
     if "avx2" in flags and "avx512f" not in flags:
         environment.setdefault(_VARIABLE, "AVX2,STRICT")

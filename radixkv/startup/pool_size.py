@@ -169,12 +169,12 @@ def run_largest_step(model: Model, kernels: AttentionKernels, storage: KVStorage
     for num_later_requests in reversed(range(num_requests)):
         num_tokens = min(longest, num_remaining_tokens - num_later_requests)  # each later request needs a token
         end = num_tokens if chunks else longest
-        chunks.append(_first_block_chunk(end - num_tokens, end, storage.block_size))
+        chunks.append(first_block_chunk(end - num_tokens, end, storage.block_size))
         num_remaining_tokens -= num_tokens
     Runner(model, storage, kernels).run(chunks)
 
 
-def _first_block_chunk(start: int, end: int, block_size: int) -> Chunk:
+def first_block_chunk(start: int, end: int, block_size: int) -> Chunk:
     """Create a chunk that uses the first block for all positions."""
     return Chunk(
         tokens=bytes(end * TOKEN_BYTES),

@@ -5,6 +5,8 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import logging
+import stat
 from pathlib import Path
 
 from radixkv.config import Config, TiersConfig
@@ -15,6 +17,8 @@ from radixkv.model.adapters.adapter_config import require_files
 from radixkv.offload.tiers.open_store import require_backend, require_redis_url
 from radixkv.offload.tiers.private_directory import require_private
 from radixkv.startup.tier_secrets import ciphers_of, has_protection, secret_of
+
+_log = logging.getLogger(__name__)
 
 
 def require_usable(config: Config) -> None:
@@ -58,6 +62,37 @@ def require_protected(config: Config) -> None:
                 f"{key}: expected tiers.secret_file, so that K/V that others have modified is not used, got none; use "
                 f"the same secret on all servers, or set {section}.trusted if no one else can modify it"
             )
+
+
+def require_secret_files(config: Config) -> None:
+    """Refuse files with secrets that every user can write, and log a warning for those that every user can read.
+
+    Readable files are not refused, because Kubernetes mounts secrets with the mode 0644 in containers with one user.
+    The contents of the files are not read.
+
+    Raises:
+        ConfigError: the message names the key and the path.
+    """
+    files = {
+        "server.tls_key": config.server.tls_key,
+        "events.curve_key_file": config.events.curve_key_file,
+        "tiers.secret_file": config.tiers.secret_file,
+        "tiers.encryption_key_file": config.tiers.encryption_key_file,
+        **{f"kv_sources.{name}.token_file": source.token_file for name, source in config.kv_sources.items()},
+    }
+    for key, path in files.items():
+        if path is None:
+            continue
+        try:
+            mode = stat.S_IMODE(Path(path).stat().st_mode)
+        except (OSError, ValueError):  # reading the file fails later, with a message that names the key
+            continue
+        if mode & stat.S_IWOTH:
+            raise ConfigError(
+                f"{key}: expected a file that other users can't write, got {path} with mode {mode:04o}; run chmod 600"
+            )
+        if mode & stat.S_IROTH:
+            _log.warning("%s: every user of this machine can read %s (mode %04o); run chmod 600", key, path, mode)
 
 
 def _require_adapter_directory(config: Config) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from radixkv.config import TiersConfig
-from radixkv.config.named_file import read_named
+from radixkv.config.regular_file import read_named
 from radixkv.errors import ConfigError
 from radixkv.offload.block_keys import MAX_SECRET_BYTES, BlockFormat
 from radixkv.offload.tiers.block_mac import BlockMac

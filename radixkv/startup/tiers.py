@@ -134,7 +134,6 @@ class Stores:
             return offload, None
         shared = {name: tier for name, tier in tiers.items() if self.index.tiers[name].is_shared}
         return offload, TransferParts(
-            cache=cache,
             mover=self.mover,
             key_blocks=self.index.key_blocks,
             block_format=self.keys.format,

@@ -69,8 +69,7 @@ def _fleet(arguments: argparse.Namespace) -> None:
     from radixkv.service.fleet.ray_fleet import FleetPlan, running_fleet, with_port
     from radixkv.service.server.auth.requirements import require_secure
     from radixkv.service.server.servicers.kv_sources import require_sources
-    from radixkv.startup.requirements import require_protected
-    from radixkv.startup.secret_files import require_secret_files
+    from radixkv.startup.requirements import require_protected, require_secret_files
     from radixkv.telemetry.otlp import require_exportable
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)

@@ -45,7 +45,7 @@ from radixkv.service.structured.grammars import Grammars
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.token_ids import pack_token_ids
 from radixkv.startup.openmp_threads import bound_spinning
-from radixkv.startup.secret_files import require_secret_files
+from radixkv.startup.requirements import require_secret_files
 
 if TYPE_CHECKING:  # the engine needs torch, which is imported when an `LLM` is created
     from radixkv.engine.engine import Engine

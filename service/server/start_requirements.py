@@ -10,8 +10,7 @@ from radixkv.service.server.event_publishing import require_publishable
 from radixkv.service.server.listen_address import require_free
 from radixkv.service.server.open_files import raise_open_file_limit
 from radixkv.service.server.servicers.kv_sources import require_sources
-from radixkv.startup.requirements import require_usable
-from radixkv.startup.secret_files import require_secret_files
+from radixkv.startup.requirements import require_secret_files, require_usable
 from radixkv.telemetry.otlp import require_exportable
 
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 
 import pytest
 
-from radixkv.config.regular_file import read_regular
+from radixkv.config.regular_file import read_named, read_regular
+from radixkv.errors import ConfigError
 
 
 def test_a_file_and_the_target_of_a_link_are_read(tmp_path: Path) -> None:
@@ -49,3 +51,23 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="larger"):
         read_regular(tmp_path / "file", max_bytes=1)
     assert len(os.listdir("/proc/self/fd")) == num_open_before
+
+
+def test_the_contents_of_a_named_file_are_returned(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"\xff\n")
+    assert read_named("server.tls_key", tmp_path / "a") == b"\xff\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "got"),
+    [
+        ("certs/nowhere.pem", "certs/nowhere.pem: No such file or directory"),
+        ("/dev", "/dev: Is a directory"),
+        ("/dev/null/x", "/dev/null/x: Not a directory"),
+        ("", "an empty path"),
+        ("a\0b", "the invalid path 'a\\x00b'"),
+    ],
+)
+def test_an_unreadable_named_file_is_reported_with_its_key(path: str, got: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'server.tls_key: expected a readable file, got {got}')}$"):
+        read_named("server.tls_key", path)

@@ -14,7 +14,7 @@ pytest.importorskip("nacl")
 
 from radixkv.config import EventsConfig
 from radixkv.errors import ConfigError
-from radixkv.events.curve_keys import read_curve_keys
+from radixkv.events.curve import read_curve_keys
 from radixkv.events.zmq_publisher import ZmqPublisher
 from tests.events.fake_source import FakeSource
 from tests.events.test_zmq_publisher import ANYWHERE, TOKENS, receive, request_replay, wait_for_subscription

@@ -1551,7 +1551,7 @@ STATEMENT_MUTANTS = (
     Mutant(
         "offload/index/tier_index.py", "            self._ledger.resize(tenant, self._tier, -1)\n", "            pass\n"
     ),
-    Mutant("engine/request_meter.py", "elif request.has_computed:", "elif False:"),
+    Mutant("engine/statement_feed.py", "elif request.has_computed:", "elif False:"),
     Mutant("durable_file.py", "        os.fsync(file.fileno())\n", ""),
     Mutant("statements/day_files.py", " or value < 0:", ":"),
     Mutant("statements/day_files.py", "day <= today - MAX_DAYS", "day < today - MAX_DAYS"),
@@ -1579,7 +1579,7 @@ STATEMENT_MUTANTS = (
         "num_saved_tokens = self._num_saved_tokens",
     ),
     Mutant(
-        "engine/quota_shadow_feed.py",
+        "engine/statement_feed.py",
         "num_read_tokens=request.num_prompt_tokens if",
         "num_read_tokens=request.num_tokens if",
     ),
@@ -1598,7 +1598,7 @@ STATEMENT_MUTANTS = (
     Mutant(
         "service/server/servicers/statements.py", "                self._turn.release()\n", "                pass\n"
     ),
-    Mutant("engine/request_meter.py", "if request.times.prefilled_s is not None:", "if outcome is Outcome.FINISHED:"),
+    Mutant("engine/statement_feed.py", "if request.times.prefilled_s is not None:", "if outcome is Outcome.FINISHED:"),
 )
 
 EXPLAIN_MUTANTS = (

@@ -138,7 +138,7 @@ EXPLAIN_TESTS = (
 )
 STATEMENT_TESTS = (
     "tests/cache/test_tenant_ledger.py",
-    "tests/engine/test_request_meter.py",
+    "tests/engine/test_statement_feed.py",
     "tests/offload/test_tenant_use.py",
     "tests/statements",
     "tests/test_durable_file.py",

@@ -14,6 +14,7 @@ from radixkv.cache.window_pool import Reach, WindowPool
 from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
+from radixkv.engine.statement_feed import StatementFeed
 from radixkv.invocation import InvocationMarks
 from radixkv.offload.block_keys import BlockFormat, BlockKeys, KeyScope, PromptKeys
 from radixkv.offload.copies import CompleteCopy, Copy, ReadBlocks
@@ -215,6 +216,7 @@ class TieredBench(Bench):
         self.core = EngineCore.build(
             self.runner, self.cache, limits, clock=self.clock, work_clock=self.clock,
             has_pending_calls=lambda: self.has_pending_calls, offload=self.offload,
+            observers=[StatementFeed(self.ledger)],
         )  # type: ignore[arg-type]  # fmt: skip
 
     def evict(self, num_blocks: int) -> None:

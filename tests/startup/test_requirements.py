@@ -9,7 +9,15 @@ import pytest
 from radixkv.config import Config
 from radixkv.errors import ConfigError
 from radixkv.startup import requirements
-from radixkv.startup.requirements import require_usable
+from radixkv.startup.requirements import require_secret_files, require_usable
+
+SECRET_KEYS = (
+    "server.tls_key",
+    "events.curve_key_file",
+    "tiers.secret_file",
+    "tiers.encryption_key_file",
+    "kv_sources.first.token_file",
+)
 
 
 def test_settings_without_requirements_are_usable(tmp_path: Path) -> None:
@@ -100,3 +108,45 @@ def test_unusable_settings_are_rejected(settings: list[str], message: str, monke
     monkeypatch.setitem(sys.modules, "mooncake", None)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         require_usable(Config.load(None, settings))
+
+
+def config_with_secret(key: str, path: Path) -> Config:
+    settings = [f"{key}={path}"]
+    if key == "server.tls_key":
+        settings.append(f"server.tls_certificate={path}")
+    if key.startswith("kv_sources"):
+        settings.append("kv_sources.first.address=host:1")
+    return Config.load(None, settings)
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text("ab" * 32)
+    return path
+
+
+@pytest.mark.parametrize("key", SECRET_KEYS)
+def test_a_secret_that_every_user_can_read_gets_a_warning(
+    key: str, secret: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret.chmod(0o640)
+    require_secret_files(config_with_secret(key, secret))
+    assert caplog.text == ""
+    secret.chmod(0o644)
+    require_secret_files(config_with_secret(key, secret))
+    assert f"{key}: every user of this machine can read {secret} (mode 0644); run chmod 600" in caplog.text
+
+
+@pytest.mark.parametrize("key", SECRET_KEYS)
+def test_a_secret_that_every_user_can_write_is_refused(key: str, secret: Path) -> None:
+    link = secret.with_name("link")
+    link.symlink_to(secret)
+    secret.chmod(0o602)
+    with pytest.raises(ConfigError, match=rf"^{key}: expected a file that other users can't write, got .* mode 0602;"):
+        require_secret_files(config_with_secret(key, link))
+
+
+def test_missing_files_are_left_to_other_checks(tmp_path: Path) -> None:
+    require_secret_files(config_with_secret("tiers.secret_file", tmp_path / "missing"))
+    require_secret_files(Config())

@@ -9,7 +9,6 @@ import numpy as np
 
 from radixkv.cache.lease import Lease
 from radixkv.cache.node import path_to
-from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.errors import UnknownLease
 from radixkv.offload.block_mover import BlockMover
 from radixkv.offload.index.prompt_blocks import KeyBlocks, KeyedBlock
@@ -38,7 +37,6 @@ class LeaseExporter:
     Tokens that a request did not publish, and a last block that is not full, are left out: the receiver computes them.
 
     Args:
-        cache: the trees.
         held_leases: the leases.
         mover: copies blocks.
         key_blocks: makes the keys of a prompt's blocks.
@@ -47,13 +45,11 @@ class LeaseExporter:
 
     def __init__(
         self,
-        cache: PrefixCache,
         held_leases: HeldLeases,
         mover: BlockMover,
         key_blocks: KeyBlocks,
         layer_bytes: LayerBytes,
     ) -> None:
-        self._cache = cache
         self._held_leases = held_leases
         self._mover = mover
         self._key_blocks = key_blocks

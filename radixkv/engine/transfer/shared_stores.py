@@ -19,12 +19,8 @@ class SharedStores:
             of the given blocks.
     """
 
-    def __init__(
-        self,
-        tiers: Mapping[str, Tier] | None = None,
-        is_purging_any: Callable[[str, Sequence[KeyedBlock]], bool] = lambda store, blocks: False,
-    ) -> None:
-        self._tiers = dict(tiers or {})
+    def __init__(self, tiers: Mapping[str, Tier], is_purging_any: Callable[[str, Sequence[KeyedBlock]], bool]) -> None:
+        self._tiers = tiers
         self._is_purging_any = is_purging_any
 
     def names(self) -> list[str]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixkv.api.caller import Caller
-from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import KVSourceConfig, TransferConfig
 from radixkv.engine.adapters.adapters import Adapters
 from radixkv.engine.transfer.lease_exporter import LeaseBlocks, LeaseExporter
@@ -29,7 +28,6 @@ class TransferParts:
     """Parts of an engine that the transfer of K/V needs.
 
     Attributes:
-        cache: its trees.
         mover: copies blocks.
         key_blocks: makes the keys of a prompt's blocks.
         block_format: format of the blocks.
@@ -40,7 +38,6 @@ class TransferParts:
         mac: authenticates the blocks, with the servers' secret; None without one.
     """
 
-    cache: PrefixCache
     mover: BlockMover
     key_blocks: KeyBlocks
     block_format: BlockFormat
@@ -108,7 +105,7 @@ class Transfer:
         self.rejected = RejectedBlocks("kv_source")
         self._mac = self._mac_of_members = parts.mac
         self._key_blocks = parts.key_blocks
-        self._exports = LeaseExporter(parts.cache, held_leases, parts.mover, parts.key_blocks, parts.layer_bytes)
+        self._exports = LeaseExporter(held_leases, parts.mover, parts.key_blocks, parts.layer_bytes)
         self._adapters = adapters
         self._call = call
 

@@ -91,6 +91,8 @@ class CircuitBreaker:
         CLOSED ── failures in a row ──▶ OPEN ── pause ──▶ TRYING ── answer ──▶ CLOSED
                                           ▲── failure ──────┘
 
+    Calls that began before the circuit opened, and end after it, change nothing: only the trial call decides.
+
     Args:
         clock: seconds, monotonic.
         max_failures: consecutive failures that open it.
@@ -117,51 +119,64 @@ class CircuitBreaker:
         self._num_failures = 0 if is_known else max_failures - 1
         self._pause_s = first_pause_s
         self._pause_end_s = 0.0
+        self._num_trials = 0
 
     @property
     def state(self) -> CircuitState:
         """The current state."""
         return self._state
 
-    def admit_call(self) -> bool:
-        """Allow or refuse a call. Returns whether it is allowed; if so, end it with `succeed`, `fail` or `cancel`."""
+    def admit_call(self) -> int | None:
+        """Admit or refuse a call.
+
+        Returns:
+            The number of trial calls so far, to be passed to `succeed`, `fail` or `cancel` when the call ends; None if
+            it is refused.
+        """
         with self._lock:
             if self._state is CircuitState.OPEN and self._clock() >= self._pause_end_s:
                 self._state = CircuitState.TRYING
-                return True
-            return self._state is CircuitState.CLOSED
+                self._num_trials += 1
+            elif self._state is not CircuitState.CLOSED:
+                return None
+            return self._num_trials
 
-    def succeed(self) -> bool:
+    def succeed(self, num_trials: int) -> bool:
         """Record a success. Returns whether it closed the circuit."""
         with self._lock:
-            was_closed = self._state is CircuitState.CLOSED
-            # If the circuit is open, the call began before it opened, so it is not the trial call.
-            if self._state is CircuitState.OPEN:
+            if self._is_outdated(num_trials):
                 return False
+            was_closed = self._state is CircuitState.CLOSED
             self._state = CircuitState.CLOSED
             self._num_failures = 0
             self._pause_s = self._first_pause_s
             return not was_closed
 
-    def fail(self) -> bool:
+    def fail(self, num_trials: int) -> bool:
         """Record a failure. Returns whether it opened a closed circuit."""
         with self._lock:
+            if self._is_outdated(num_trials):
+                return False
             self._num_failures += 1
             if self._state is CircuitState.TRYING:
                 self._pause_s = min(self._max_pause_s, 2 * self._pause_s)
                 self._open()
                 return False
-            if self._state is CircuitState.CLOSED and self._num_failures >= self._max_failures:
+            if self._num_failures >= self._max_failures:
                 self._open()
                 return True
             return False
 
-    def cancel(self) -> None:
+    def cancel(self, num_trials: int) -> None:
         """Record that a call was cancelled, which is neither a success nor a failure of the store."""
         with self._lock:
-            if self._state is CircuitState.TRYING:
+            if self._state is CircuitState.TRYING and not self._is_outdated(num_trials):
                 self._state = CircuitState.OPEN
                 self._pause_end_s = self._clock()
+
+    def _is_outdated(self, num_trials: int) -> bool:
+        """Whether a call began before the circuit opened for the last time."""
+        return self._state is CircuitState.OPEN or num_trials != self._num_trials
 
     def _open(self) -> None:
         self._state = CircuitState.OPEN
@@ -239,30 +254,32 @@ class GuardedStore:
         """Close the store."""
         self._store.close()
 
-    def note_end(self, error: BaseException | None) -> None:
-        """Record the end of a call."""
+    def note_end(self, error: BaseException | None, num_trials: int) -> None:
+        """Record the end of a call. `num_trials` is what `CircuitBreaker.admit_call` returned for it."""
         if error is None:
-            if self._circuit.succeed():
+            if self._circuit.succeed(num_trials):
                 _log.warning("store %s: works again", self._name)
         elif isinstance(error, CancelledError | StoreBusy):  # a full queue, which is in this process, is no failure
-            self._circuit.cancel()
-        elif self._circuit.fail():
+            self._circuit.cancel(num_trials)
+        elif self._circuit.fail(num_trials):
             _log.error("store %s: switched off for a while after failures, the last one: %s", self._name, error)
 
     def _call(self, start: Callable[[], Future[_T]], limit_s: float) -> Future[_T]:
         outer: Future[_T] = Future()
-        if not self._circuit.admit_call():
+        num_trials = self._circuit.admit_call()
+        if num_trials is None:
             outer.set_exception(StorePaused(f"store {self._name}: not called, since it failed recently"))
             return outer
-        _GuardedCall(self, outer, start()).begin(self._timers, limit_s)
+        _GuardedCall(self, num_trials, outer, start()).begin(self._timers, limit_s)
         return outer
 
 
 class _GuardedCall(Generic[_T]):
     """One call, which ends with an answer, a timeout or a cancellation."""
 
-    def __init__(self, guard: GuardedStore, outer: Future[_T], inner: Future[_T]) -> None:
+    def __init__(self, guard: GuardedStore, num_trials: int, outer: Future[_T], inner: Future[_T]) -> None:
         self._guard = guard
+        self._num_trials = num_trials
         self._lock = threading.Lock()
         self._futures: tuple[Future[_T], Future[_T]] | None = (outer, inner)
         self._cancel_timer: Callable[[], None] = lambda: None
@@ -289,7 +306,7 @@ class _GuardedCall(Generic[_T]):
             if error is None:
                 _release_loans(inner.result())
             return
-        self._guard.note_end(error)
+        self._guard.note_end(error, self._num_trials)
         outer, _ = futures
         if not outer.set_running_or_notify_cancel():
             if error is None:
@@ -304,7 +321,7 @@ class _GuardedCall(Generic[_T]):
             return
         outer, inner = futures
         error = StoreLate(f"store: expected an answer within {limit_s:g} s, got none")
-        self._guard.note_end(error)
+        self._guard.note_end(error, self._num_trials)
         if outer.set_running_or_notify_cancel():
             outer.set_exception(error)
         inner.cancel()
@@ -314,7 +331,7 @@ class _GuardedCall(Generic[_T]):
             return
         _, inner = futures
         self._cancel_timer()
-        self._guard.note_end(CancelledError())
+        self._guard.note_end(CancelledError(), self._num_trials)
         inner.cancel()
 
 

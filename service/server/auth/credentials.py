@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from radixkv.config.named_file import read_named
+from radixkv.config.regular_file import read_named
 from radixkv.errors import ConfigError
 from radixkv.service.server.auth.identity import OPERATORS, Identity, Role
 

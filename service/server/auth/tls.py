@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from radixkv.config import ServerConfig
-from radixkv.config.named_file import read_named
+from radixkv.config.regular_file import read_named
 from radixkv.errors import ConfigError
 from radixkv.service.server.auth.reloaded_files import ReloadedFiles
 

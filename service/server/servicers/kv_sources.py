@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from radixkv.config import KVSourceConfig
-from radixkv.config.named_file import read_named
+from radixkv.config.regular_file import read_named
 from radixkv.errors import ConfigError, InvalidRequest, KVSourceUnusable
 from radixkv.service.client.address import is_on_this_machine, require_address
 from radixkv.service.client.async_client import AsyncClient

@@ -32,7 +32,7 @@ class Exporting:
         core = self.bench.core
         layers = LayerBytes(4, PAYLOAD_BYTES // 4, 0)
         keys = self.bench.index.key_blocks
-        self.exports = LeaseExporter(self.bench.cache, core.held_leases, mover, keys, layers)  # type: ignore[arg-type]
+        self.exports = LeaseExporter(core.held_leases, mover, keys, layers)  # type: ignore[arg-type]
 
     def make_public(self, ids: range) -> None:
         """Register and compute a public prefix."""

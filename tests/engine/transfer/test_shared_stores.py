@@ -16,7 +16,7 @@ def bench_with_stores() -> tuple[TieredBench, SharedStores]:
     """Return a bench whose shared store has the whole blocks of a prompt, and the stores of the bench."""
     bench = TieredBench(16, redis=100)
     bench.prefill(PROMPT)
-    return bench, SharedStores(bench.offload.tiers)
+    return bench, SharedStores(bench.offload.tiers, bench.offload.purger.is_purging_any)
 
 
 def test_blocks_that_a_server_published_are_loaded_by_their_keys() -> None:
@@ -52,12 +52,10 @@ def test_a_store_that_fails_has_nothing() -> None:
     bench.stores["redis"].run()
     assert (existing.result(), loaded.result()) == (None, [Absence.UNAVAILABLE])
     assert stores.names() == ["redis"]
-    assert SharedStores().names_for([block]) == []
 
 
 def test_a_store_in_which_an_invoked_adapter_is_being_purged_is_left_out_for_blocks_of_the_adapter() -> None:
-    bench, _ = bench_with_stores()
-    stores = SharedStores(bench.offload.tiers, bench.offload.purger.is_purging_any)
+    bench, stores = bench_with_stores()
     bench.cache.marks.add("law")
     invoking = bench.cache.marks.invocation("law", BLOCK_SIZE).marked(tokens(PROMPT))
     blocks = list(bench.index.key_blocks(Namespace("fake"), invoking))

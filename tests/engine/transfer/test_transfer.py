@@ -43,7 +43,7 @@ def make_transfer(bench: TieredBench, mac: BlockMac | None = None) -> tuple[Tran
     key_blocks, layers = bench.index.key_blocks, LayerBytes(1, PAYLOAD_BYTES, 0)
     shared = {name: tier for name, tier in bench.offload.tiers.items() if name == "redis"}
     stores = SharedStores(shared, bench.offload.purger.is_purging_any)
-    parts = TransferParts(bench.cache, mover, key_blocks, FORMAT, TransferConfig(), {}, layers, stores, mac)
+    parts = TransferParts(mover, key_blocks, FORMAT, TransferConfig(), {}, layers, stores, mac)
     adapters: Any = NoAdapters()
     return Transfer(parts, bench.core.held_leases, adapters, call), tenants
 

@@ -276,7 +276,7 @@ def install_failing_host(
 class _NeverOpen(byte_store.CircuitBreaker):
     """Never switches a store off, however often it fails."""
 
-    def fail(self) -> bool:
+    def fail(self, num_trials: int) -> bool:
         return False
 
 

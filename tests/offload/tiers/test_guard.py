@@ -200,6 +200,19 @@ def test_a_cancelled_trial_is_followed_by_another(guarded: Guarded) -> None:
     assert guarded.circuit.state is CircuitState.CLOSED
 
 
+def test_an_earlier_call_that_times_out_during_a_trial_does_not_end_the_trial(guarded: Guarded) -> None:
+    saving = guarded.store.put([])
+    guarded.clock.advance(WRITE_LIMIT_S - 1.75)
+    guarded.time_out(3)
+    guarded.clock.advance(1.0)
+    guarded.store.get([])
+    guarded.clock.advance(0.25)
+    assert isinstance(saving.exception(0), StoreLate)
+    assert guarded.circuit.state is CircuitState.TRYING
+    guarded.inner.calls[-1].set_result([])
+    assert guarded.circuit.state is CircuitState.CLOSED
+
+
 def test_a_tier_over_a_blocked_store_misses_after_the_limit_and_then_at_once(guarded: Guarded) -> None:
     tier = Tier("shared", guarded.store, PAYLOAD_BYTES)
     loads = [tier.load([wanted(1)]) for _ in range(3)]

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from radixkv.config.named_file import read_named
+from radixkv.config.regular_file import read_named
 from radixkv.errors import ConfigError
 from radixkv.service.server.auth import reloaded_files
 from radixkv.service.server.auth.reloaded_files import ReloadedFiles

@@ -7,7 +7,7 @@ from math import inf, nan
 import pytest
 import torch
 
-from radixkv.compute.argmax import argmax
+from radixkv.compute.forward import argmax
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

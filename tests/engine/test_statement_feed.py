@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from radixkv.api.statement import Use
-from radixkv.engine.quota_shadow_feed import QuotaShadowFeed
 from radixkv.namespace import Namespace
 from radixkv.statements.quota_shadow import QuotaShadows, ShadowRequest
 from tests.core_bench import BLOCK_SIZE, Bench
@@ -80,7 +79,7 @@ def test_blocks_of_a_running_request_count_as_resident() -> None:
 
 def test_requests_are_passed_to_the_shadows_of_their_tenant() -> None:
     shadows = RecordingShadows({"a": 8}, BLOCK_SIZE)
-    bench = Bench(observers=[QuotaShadowFeed(shadows)])
+    bench = Bench(has_ledger=True, shadows=shadows)
     bench.prefill(range(10), tenant="a")
     bench.prefill(range(10), tenant="b")
     bench.prefill(range(10), tenant="a", read_cache=False, write_cache=False)
