@@ -103,9 +103,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add_and_print(row: Row, rows: list[Row]) -> None:
-    """Add a new row to `rows` and print it; of a row that was added before, print the variant measured last."""
-    if not rows or rows[-1] is not row:
+    """Add a new row to `rows` and print it; of a row that was added before, print the variant measured last.
+
+    If a row fails after it was printed, the reason is printed below it.
+    """
+    is_new = not rows or rows[-1] is not row
+    if is_new:
         rows.append(row)
+    if is_new or not row["is_right"]:
         print(_line(row), flush=True)
         return
     measured = [variant for variant in _VARIANTS if f"{variant}_ms" in row or f"{variant}_reason" in row]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -194,3 +196,20 @@ def test_a_mode_that_is_refused_fails_its_rows_and_no_others(tmp_path: Path, mon
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert [row["is_right"] for row in rows] == [True] * 4 + [False] * 4
     assert rows[4]["reason"] == "ConfigError: not on this device"
+
+
+def test_a_row_that_fails_after_it_was_printed_is_printed_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail_after_two_measurements(*_: object) -> Iterator[dict[str, Any]]:
+        yield {"is_right": True, "ttft_ms": 1.0, "weights_ratio": 2.0}
+        yield {"recompute_ms": 3.0, "recompute_ratio": 3.0}
+        raise RuntimeError("no memory")
+
+    fake_bench = SimpleNamespace(weights_ms=0.5, measure=fail_after_two_measurements)
+    monkeypatch.setattr(gpu_prefill, "_make_bench", lambda *_: fake_bench)
+    assert main(["--dry-run", "--modes", "fast", "--suffixes", "5", "--prefixes", "130"]) == 1
+    first, variant, failure = capsys.readouterr().out.splitlines()[2:]
+    assert first.split() == ["fast", "5", "130", "1.00", "2.00"]
+    assert variant.split()[0] == "recompute"
+    assert failure.endswith("FAILED  RuntimeError: no memory")
