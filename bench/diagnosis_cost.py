@@ -24,9 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.parts.environment import describe_run
 from bench.parts.paired_times import PromptTimes, middle_ratios
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.api.params import PrefillParams
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
@@ -78,11 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{row['kind']:5} {row['engine']:10} {row['ttft_ms']:8.1f} ms  TTFT {row['ttft_ratio']:.4f}  "
             f"CPU time {row['processor_ratio']:.4f}, of all prompts {row['processor_ratio_of_sums']:.4f}"
         )
-    if args.json is not None:
-        examined = {"misses": counts.misses, "examined_misses": counts.examined_misses, "thread_share": profiler_share}
-        write_json(
-            args.json, {"seed": args.seed, **describe_run("bench.diagnosis_cost", arguments), **examined, "rows": rows}
-        )
+    examined = {"misses": counts.misses, "examined_misses": counts.examined_misses, "thread_share": profiler_share}
+    write_result(args.json, "bench.diagnosis_cost", arguments, {"seed": args.seed, **examined, "rows": rows})
 
 
 def _start_engine(stack: ExitStack, args: argparse.Namespace, diagnosed_share: float) -> Engine:

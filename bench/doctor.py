@@ -23,10 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.parts.environment import describe_run
 from bench.parts.live_profile import live_profile
 from bench.parts.planted_traffic import FAULTS, AgentRequest, Fault, Traffic
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.doctor.diagnosis import diagnose
 from radixkv.doctor.examination import Examiner
@@ -206,13 +205,11 @@ def main() -> None:
                     f"({result.gain_error:.1%})",
                     flush=True,
                 )
-    if arguments.json is not None:
-        rows = [
-            asdict(each)
-            | {"found_share": each.found_share, "false_share": each.false_share, "gain_error": each.gain_error}
-            for each in results
-        ]
-        write_json(arguments.json, {"seed": arguments.seed, **describe_run("bench.doctor"), "results": rows})
+    rows = [
+        asdict(each) | {"found_share": each.found_share, "false_share": each.false_share, "gain_error": each.gain_error}
+        for each in results
+    ]
+    write_result(arguments.json, "bench.doctor", None, {"seed": arguments.seed, "results": rows})
 
 
 if __name__ == "__main__":

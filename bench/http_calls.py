@@ -24,11 +24,10 @@ from typing import Any
 
 import aiohttp
 
-from bench.parts.environment import describe_run
 from bench.parts.peers.environments import RECIPES, Environments, NotInstalled
 from bench.parts.peers.workers.http_engine import HttpEngine, free_port
 from bench.parts.report import distribution
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.service.cli.argument_types import positive, positive_number
 
 _VLLM_MODEL_NAME = "model"
@@ -163,11 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (NotInstalled, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        write_json(
-            options.json,
-            {"rows": rows, "peer": RECIPES["vllm"].requirements, **describe_run("bench.http_calls", arguments)},
-        )
+    result = {"rows": rows, "peer": RECIPES["vllm"].requirements}
+    write_result(options.json, "bench.http_calls", arguments, result)
     return 0
 
 

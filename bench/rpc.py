@@ -29,10 +29,9 @@ from typing import Any, Protocol
 import grpc.aio
 import numpy as np
 
-from bench.parts.environment import describe_run
 from bench.parts.null_service import NEXT_TOKEN_ID, VOCAB_SIZE
 from bench.parts.report import distribution
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess
 from radixkv.service.cli.argument_types import positive
 from radixkv.service.token_ids import write_token_ids
@@ -257,10 +256,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     print(_HEADING)
     rows = asyncio.run(run(options))
-    if options.json:
-        keys = ("rounds", "seconds", "seed", "settings")
-        parameters = {key: getattr(options, key) for key in keys}
-        write_json(options.json, {"rows": rows, **parameters, **describe_run("bench.rpc", arguments)})
+    parameters = {key: getattr(options, key) for key in ("rounds", "seconds", "seed", "settings")}
+    write_result(options.json, "bench.rpc", arguments, {"rows": rows, **parameters})
 
 
 if __name__ == "__main__":

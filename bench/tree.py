@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
@@ -51,10 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         gc.enable()
     print(_table(report))
-    if options.json:
-        report |= describe_run("bench.tree", arguments)
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, report)
+    write_result(options.json, "bench.tree", arguments, report)
     return 0
 
 

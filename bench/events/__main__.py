@@ -19,10 +19,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.parts.environment import describe_run
 from bench.parts.peers.process_tree import resident_bytes
 from bench.parts.report import distribution
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.service.client import Client
 
@@ -118,9 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p50, p99 = each.ttft_ms["p50"] or float("nan"), each.ttft_ms["p99"] or float("nan")
         server_mib = each.server_mib or float("nan")
         print(f"{each.callers:7} {each.accepted:9} {each.refused:8} {p50:12.1f} {p99:12.1f} {server_mib:11.0f}")
-    if options.json:
-        result = {"requests": options.requests, "tokens": options.tokens, "passes": [asdict(each) for each in passes]}
-        write_json(options.json, {**result, **describe_run("bench.events", arguments)})
+    result = {"requests": options.requests, "tokens": options.tokens, "passes": [asdict(each) for each in passes]}
+    write_result(options.json, "bench.events", arguments, result)
     return 0
 
 

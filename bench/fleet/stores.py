@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.events.block_identity import Identities
 from radixkv.namespace import Namespace
@@ -59,9 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"computed tokens, stores over devices: {ratio:.2f}; at least {min_computed_tokens} per round must be computed"
     )
-    if options.json is not None:
-        result = {"rows": rows, "least_computed_tokens": min_computed_tokens, "ratio": ratio}
-        write_json(options.json, {**describe_run("bench.fleet.stores", arguments), **result})
+    result = {"rows": rows, "least_computed_tokens": min_computed_tokens, "ratio": ratio}
+    write_result(options.json, "bench.fleet.stores", arguments, result)
     return 0
 
 

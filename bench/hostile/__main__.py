@@ -27,9 +27,8 @@ from bench.hostile.attacks.attack import Target
 from bench.hostile.attacks.by_name import ATTACKS
 from bench.hostile.trial import Trial, measure
 from bench.hostile.verdict import broken_bounds, format_number, memory_budget_mb
-from bench.parts.environment import describe_run
 from bench.parts.peers.workers.http_engine import free_port
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess
 from radixkv.config import Config
 
@@ -61,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for name in options.attacks:
         rows.append(_measure_attack(name, options))
-        if options.json:
-            write_json(options.json, {"rows": rows, **parameters, **describe_run("bench.hostile", arguments)})
+        write_result(options.json, "bench.hostile", arguments, {"rows": rows, **parameters})
     return 1 if any(row["broken"] for row in rows) else 0
 
 

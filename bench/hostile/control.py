@@ -22,8 +22,7 @@ from bench.hostile.attacks.attack import Target
 from bench.hostile.attacks.by_name import ATTACKS
 from bench.hostile.trial import calls_alone, well_behaved_calls
 from bench.hostile.verdict import MAX_P99_RATIO, format_number
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess
 from radixkv.v1 import prefill_pb2
 
@@ -44,11 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for name in options.attacks:
         rows.append(_measure_and_print(name, options.seconds, has_low_priority=not options.equal_priority))
-        if options.json:
-            write_json(
-                options.json,
-                {"rows": rows, "seconds": options.seconds, **describe_run("bench.hostile.control", arguments)},
-            )
+        write_result(options.json, "bench.hostile.control", arguments, {"rows": rows, "seconds": options.seconds})
 
 
 def _measure_and_print(name: str, seconds: float, *, has_low_priority: bool) -> dict[str, Any]:

@@ -33,8 +33,7 @@ from typing import Any
 import grpc.aio
 import trustme
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess
 from bench.rpc import Requests
 
@@ -197,9 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{row['arm']:<12} {row['calls']:>6} {row['call_us']:8.0f} {row['added_to_tls_us']:13.1f} "
             f"{row['server_cpu_us'] or 0:14.0f}"
         )
-    if options.json:
-        parameters = {"rounds": options.rounds, "calls": options.calls}
-        write_json(options.json, {"rows": rows, **parameters, **describe_run("bench.hostile.credentials", arguments)})
+    result = {"rows": rows, "rounds": options.rounds, "calls": options.calls}
+    write_result(options.json, "bench.hostile.credentials", arguments, result)
     added = [row["added_to_tls_us"] for row in rows if row["arm"] in ("token", "certificate")]
     return int(max(added) >= MAX_ADDED_US)
 

@@ -28,8 +28,7 @@ import numpy as np
 from bench.modes.mode import Mode, ModeAnswer, all_modes, close, memory_bytes
 from bench.modes.picture import draw_modes
 from bench.modes.traffic import TRAFFICS, ModeTraffic, traffics
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.engine.engine import Engine
 from radixkv.service.cli.argument_types import positive
 
@@ -68,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for traffic in _selected_traffics(options, options.documents)
         for row in _measure(traffic, options.device, options.seed, options.redis, options.mooncake)
     ]
-    if options.json is not None:
-        write_json(options.json, {**describe_run("bench.modes", arguments), "rows": rows})
+    write_result(options.json, "bench.modes", arguments, {"rows": rows})
     if options.plot is not None:
         draw_modes(options.plot, rows)
     return int(any(row["different_answers"] for row in rows))

@@ -30,9 +30,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from bench.parts.environment import describe_run
 from bench.parts.paired_times import PromptTimes, middle_ratios
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.api.params import PrefillParams
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
@@ -65,15 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_different = sum(each.num_different for each in sets)
     rows = [_row(name, sets) for name in names]
     print("\n".join([_HEADER, *map(_format_row, rows), f"{num_different} answers differ"]))
-    if args.json is not None:
-        sizes = {name: getattr(args, name) for name in ("sets", "requests", "prompt_tokens", "seed")}
-        result = {
-            **describe_run("bench.modes.misses", arguments),
-            **sizes,
-            "different_answers": num_different,
-            "rows": rows,
-        }
-        write_json(args.json, result)
+    sizes = {name: getattr(args, name) for name in ("sets", "requests", "prompt_tokens", "seed")}
+    result = {**sizes, "different_answers": num_different, "rows": rows}
+    write_result(args.json, "bench.modes.misses", arguments, result)
     return int(num_different > 0)
 
 

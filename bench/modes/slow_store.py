@@ -23,8 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.modes.slow_redis import SlowRedis
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
 from radixkv.config import Config
@@ -55,15 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if row["store"] in tiers:
             row["is_left_alone"] = not tiers[row["store"]].is_working
     print("\n".join([_HEADER, *map(_format_row, rows), f"{num_different} answers differ"]))
-    if args.json is not None:
-        sizes = {name: getattr(args, name) for name in ("requests", "prompt_tokens", "at_once", "delay_s", "seed")}
-        result = {
-            **describe_run("bench.modes.slow_store", arguments),
-            **sizes,
-            "different_answers": num_different,
-            "rows": rows,
-        }
-        write_json(args.json, result)
+    sizes = {name: getattr(args, name) for name in ("requests", "prompt_tokens", "at_once", "delay_s", "seed")}
+    result = {**sizes, "different_answers": num_different, "rows": rows}
+    write_result(args.json, "bench.modes.slow_store", arguments, result)
     return int(num_different > 0 or not all(row["is_within_bound"] for row in rows))
 
 

@@ -15,8 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.stores import benched_store
 from bench.stores.benched_store import BenchedStore
 from bench.stores.run import Blocks, StoreRow, measure
@@ -36,11 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verified = "" if row.verified_ratio is None else f"{row.verified_ratio:.2f}"
         speeds = f"{row.store_gb_s:.2f} | {row.peer_gb_s:.2f}"
         print(f"| {row.name} | {row.direction} | {row.ratio:.2f} | {verified} | {speeds} |")
-    if args.json is not None:
-        sizes = {"payload_bytes": args.payload_bytes, "blocks": args.blocks, "rounds": args.rounds}
-        sizes |= {"calls": args.calls, "seed": args.seed}
-        result = {**describe_run("bench.stores", arguments), **sizes, "rows": [dataclasses.asdict(row) for row in rows]}
-        write_json(args.json, result)
+    sizes = {name: getattr(args, name) for name in ("payload_bytes", "blocks", "rounds", "calls", "seed")}
+    result = {**sizes, "rows": [dataclasses.asdict(row) for row in rows]}
+    write_result(args.json, "bench.stores", arguments, result)
     return 0
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.training.bigram import Bigram
 from bench.training.compressors import COMPRESSORS
 from bench.training.corpus import Document, held_out_documents, training_documents
@@ -92,10 +91,7 @@ def main() -> None:
         training = "after the training text" if row.knows_training_text else "alone"
         by_title = ", ".join(f"{title} {bits:.3f}" for title, bits in row.bits_per_byte.items())
         print(f"{row.predictor:>16} {training:>24}: {row.all:.3f} bits per byte ({by_title})", flush=True)
-    if options.json:
-        write_json(
-            options.json, {"rows": [asdict(row) for row in rows], **describe_run("bench.training.bits_per_byte")}
-        )
+    write_result(options.json, "bench.training.bits_per_byte", None, {"rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

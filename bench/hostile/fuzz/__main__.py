@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.hostile.fuzz.run import fuzz, make_server
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 
 MAX_GROWTH_MB = 64
 
@@ -38,8 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"valid calls in between, all answered: {result.served}")
     print(f"undocumented statuses: {result.undocumented or 'none'}")
     print(f"memory: {result.warm_mb:.0f} MB after the warm-up, {result.end_mb:.0f} MB at the end")
-    if options.json:
-        write_json(options.json, {**dataclasses.asdict(result), **describe_run("bench.hostile.fuzz", arguments)})
+    write_result(options.json, "bench.hostile.fuzz", arguments, dataclasses.asdict(result))
     return int(bool(result.undocumented) or result.end_mb > result.warm_mb + MAX_GROWTH_MB)
 
 
