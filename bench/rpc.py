@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -32,7 +31,7 @@ import numpy as np
 from bench.parts.null_service import NEXT_TOKEN_ID, VOCAB_SIZE
 from bench.parts.report import distribution
 from bench.parts.result_file import write_result
-from bench.parts.server_process import ServerProcess
+from bench.parts.server_process import ServerProcess, echo_command, null_service_command
 from radixkv.service.cli.argument_types import positive
 from radixkv.service.token_ids import write_token_ids
 from radixkv.v1 import prefill_pb2
@@ -185,10 +184,9 @@ async def run(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     async with AsyncExitStack() as channels:
         with ExitStack() as processes:
-            settings = [argument for setting in options.settings for argument in ("--set", setting)]
-            service = await _start(processes, channels, ["engine", *settings])
+            service = await _start(processes, channels, null_service_command(options.settings))
             answer = await service.call(Requests(options.tokens[0], options.seed).hit(), timeout=_TIMEOUT_S)
-            endpoints = {"service": service, "echo": await _start(processes, channels, ["echo", answer.hex()])}
+            endpoints = {"service": service, "echo": await _start(processes, channels, echo_command(answer))}
             for num_tokens, kind, concurrency in _cases(options):
                 requests = Requests(num_tokens, options.seed + len(rows))
                 await check(service, endpoints["echo"], requests, num_tokens)
@@ -204,8 +202,8 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[int, str, int]]:
     return itertools.product(options.tokens, options.kinds, options.concurrency)
 
 
-async def _start(processes: ExitStack, channels: AsyncExitStack, arguments: list[str]) -> Endpoint:
-    process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", *arguments])
+async def _start(processes: ExitStack, channels: AsyncExitStack, command: list[str]) -> Endpoint:
+    process = ServerProcess(command)
     address = processes.enter_context(process)
     options = [("grpc.enable_http_proxy", 0)]  # a proxy would add its own latency
     channel = await channels.enter_async_context(grpc.aio.insecure_channel(address, options=options))

@@ -29,7 +29,7 @@ from bench.hostile.trial import Trial, measure
 from bench.hostile.verdict import broken_bounds, format_number, memory_budget_mb
 from bench.parts.peers.workers.http_engine import free_port
 from bench.parts.result_file import write_result
-from bench.parts.server_process import ServerProcess
+from bench.parts.server_process import ServerProcess, null_service_command
 from radixkv.config import Config
 
 _HEADING = (
@@ -68,9 +68,8 @@ def _measure_attack(name: str, options: argparse.Namespace) -> dict[str, Any]:
     attack, seconds = ATTACKS[name], options.seconds
     http_port = free_port() if attack.is_http else None
     settings = [*attack.settings, *options.settings, *([f"server.http_port={http_port}"] if http_port else [])]
-    command = [sys.executable, "-m", "bench.parts.null_service", "engine", "--vocab-size", str(attack.vocab_size)]
-    command += ["--step-ms", str(options.step_ms)]
-    command += [word for setting in settings for word in ("--set", setting)]
+    model = ("--vocab-size", str(attack.vocab_size), "--step-ms", str(options.step_ms))
+    command = null_service_command(settings, *model)
     process = ServerProcess(command)
     load_before = os.getloadavg()[0]
     with process as address, ServerProcess(command) if options.apart else contextlib.nullcontext() as second_address:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +22,7 @@ from bench.hostile.attacks.by_name import ATTACKS
 from bench.hostile.trial import calls_alone, well_behaved_calls
 from bench.hostile.verdict import MAX_P99_RATIO, format_number
 from bench.parts.result_file import write_result
-from bench.parts.server_process import ServerProcess
+from bench.parts.server_process import ServerProcess, echo_command
 from radixkv.v1 import prefill_pb2
 
 _DEFAULT_ATTACKS = ("stalled", "unread", "cancels")
@@ -47,9 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _measure_and_print(name: str, seconds: float, *, has_low_priority: bool) -> dict[str, Any]:
-    answer = prefill_pb2.PrefillResponse(next_token_id=1).SerializeToString().hex()
-    process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "echo", answer])
-    with process as address:
+    answer = prefill_pb2.PrefillResponse(next_token_id=1).SerializeToString()
+    with ServerProcess(echo_command(answer)) as address:
         row = asyncio.run(measure(name, Target(address, seconds), has_low_priority=has_low_priority))
     alone, attacked = row["alone"], row["under_attack"]
     max_p99_ms = None if alone["p99_ms"] is None else MAX_P99_RATIO * alone["p99_ms"]

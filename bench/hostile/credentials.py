@@ -34,7 +34,7 @@ import grpc.aio
 import trustme
 
 from bench.parts.result_file import write_result
-from bench.parts.server_process import ServerProcess
+from bench.parts.server_process import ServerProcess, null_service_command
 from bench.rpc import Requests
 
 MAX_ADDED_US = 100.0
@@ -144,8 +144,7 @@ async def measure(num_rounds: int, num_calls: int) -> list[dict[str, Any]]:
 
 
 async def _start_arm(name: str, arm_credentials: ArmCredentials, processes: ExitStack, channels: AsyncExitStack) -> Arm:
-    settings = [word for setting in arm_credentials.settings[name] for word in ("--set", setting)]
-    process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine", *settings])
+    process = ServerProcess(null_service_command(arm_credentials.settings[name]))
     address = processes.enter_context(process)
     credentials, options = arm_credentials.credentials[name], [("grpc.enable_http_proxy", 0)]
     channel = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import IO, Any
 
+from bench.parts.peers.workers.http_engine import free_port
 from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
 
@@ -82,7 +82,7 @@ class GatewayProcess:
     def _start(self) -> str:
         if importlib.util.find_spec("smg") is None:
             raise ConfigError(missing_package("smg", "gateway"))
-        port, metrics_port = _free_ports(2)
+        port, metrics_port = free_port(), free_port()
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "smg", "launch", "--policy", "cache_aware"),
@@ -137,12 +137,3 @@ def _read_page(url: str, path: str) -> dict[str, Any]:
             return page
     except OSError:
         return {}
-
-
-def _free_ports(count: int) -> list[int]:
-    """Find distinct ports on which nothing listens now."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in listeners]
-    for each in listeners:
-        each.close()
-    return ports

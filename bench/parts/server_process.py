@@ -32,6 +32,19 @@ def serve_command(model: str | None, device: str | None, settings: Sequence[str]
     return command
 
 
+def null_service_command(settings: Sequence[str], *options: str) -> list[str]:
+    """Build the command that serves on a free local port with a model that takes no time; see `null_service`."""
+    command = [sys.executable, "-m", "bench.parts.null_service", "engine", *options]
+    for setting in settings:
+        command += ["--set", setting]
+    return command
+
+
+def echo_command(answer: bytes) -> list[str]:
+    """Build the command of an echo server that answers each request with this serialized response."""
+    return [sys.executable, "-m", "bench.parts.null_service", "echo", answer.hex()]
+
+
 class ServerProcess:
     """A server subprocess as a context manager. The process ends with the `with` statement, also after an exception.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections import Counter
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from bench.hostile.attacks.frames import RawConnection
 from bench.hostile.fuzz.mutations import METHODS, Mutations
 from bench.hostile.fuzz.raw_bytes import KINDS
 from bench.hostile.trial import resident_mb
-from bench.parts.server_process import ServerProcess
+from bench.parts.server_process import ServerProcess, null_service_command
 from radixkv.service.client import AsyncClient
 
 DOCUMENTED_STATUSES = frozenset(
@@ -57,7 +56,7 @@ class FuzzResult:
 
 def make_server() -> ServerProcess:
     """Return the server to fuzz, which has the services of one server and of the gateway."""
-    return ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine", "--set", "gateway.enabled=true"])
+    return ServerProcess(null_service_command(["gateway.enabled=true"]))
 
 
 async def fuzz(address: str, pid: int, num_calls: int, num_connections: int, seed: int) -> FuzzResult:
