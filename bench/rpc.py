@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
 import numpy as np
@@ -45,11 +45,8 @@ _VARINT_BYTES = 16  # lengths of responses may differ by so much, because varint
 Row = dict[str, Any]
 
 
-class SendCall(Protocol):
-    """Sends a serialized request."""
-
-    def __call__(self, request: bytes, /, *, timeout: float) -> Awaitable[bytes]:
-        """Send the request. Returns the serialized response."""
+SendCall = Callable[..., Awaitable[bytes]]
+"""Sends a serialized request: `call(request, timeout=seconds)`. Returns the serialized response."""
 
 
 @dataclass(frozen=True, slots=True)
