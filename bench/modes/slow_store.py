@@ -24,11 +24,10 @@ import numpy.typing as npt
 
 from bench.modes.slow_redis import SlowRedis
 from bench.parts.result_file import write_result
+from bench.parts.running_engine import running_engine
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
-from radixkv.config import Config
 from radixkv.engine.engine import Engine
-from radixkv.startup.build_engine import build_engine
 
 _WITHOUT = "no store"
 _MAX_RATIO, _STORE_TIMEOUT_S = 1.1, 0.5  # the timeout is that of `GuardedStore`
@@ -83,9 +82,7 @@ def _start_engines(stack: contextlib.ExitStack, delay_s: float, prompt_tokens: i
     settings = {_WITHOUT: pool, **{name: [*pool, f"tiers.redis_url={url}"] for name, url in urls.items()}}
     engines = {}
     for name, each in settings.items():
-        engine = engines[name] = build_engine(Config.load(None, each))
-        engine.start()
-        stack.callback(engine.stop)
+        engine = engines[name] = stack.enter_context(running_engine(each))
         prompt = np.arange(prompt_tokens, dtype="<u4") % engine.limits.vocab_size
         params = PrefillParams(prompt.tobytes(), read_cache=False, write_cache=False)
         engine.prefill(params).result(_TIMEOUT_S)
