@@ -55,7 +55,7 @@ class Mode:
 
     @contextlib.contextmanager
     def running(self, traffic: ModeTraffic, device: str) -> Iterator[Engine]:
-        """Run an engine whose pool has the capacity that the traffic sets; at the end, delete its blocks from stores."""
+        """Run an engine with the pool that the traffic demands; at the end, delete its blocks from shared stores."""
         settings = [f"model.device={device}", f"cache.capacity_tokens={traffic.pool_tokens}", *self.settings]
         with running_engine(settings) as engine:
             try:
