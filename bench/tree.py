@@ -30,7 +30,7 @@ from radixkv.namespace import Namespace
 from radixkv.planning.trace import load_trace, prompt_tokens
 
 if TYPE_CHECKING:
-    from bench.parts.peers.sglang_tree import SglangTree
+    from bench.parts.peers.sglang import SglangTree
 
 _NAMESPACE = Namespace("bench")
 _VOCAB_SIZE = 2**31 - 1
@@ -220,7 +220,7 @@ def measure_sglang_evict(num_leaves: int, make_tree: Callable[[int], SglangTree]
 
 
 def _sglang_trees(wheel: Path) -> dict[str, Callable[[int], SglangTree]]:
-    from bench.parts.peers.sglang_tree import SglangPythonTree, SglangRustTree
+    from bench.parts.peers.sglang import SglangPythonTree, SglangRustTree
 
     return {"sglang": partial(SglangRustTree, wheel), "sglang_python": partial(SglangPythonTree, wheel)}
 

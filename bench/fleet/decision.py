@@ -86,7 +86,8 @@ class ConversationPrompts:
 class ReplicaBlocks:
     """The simulated cache of a replica: hashes of the blocks of conversations.
 
-    The common system prompt, which is never evicted, is left out. Blocks are evicted as in a cache: the least recently used conversation first, from its end.
+    The common system prompt, which is never evicted, is left out. Blocks are evicted as in a cache: the least recently
+    used conversation first, from its end.
     """
 
     def __init__(self) -> None:

@@ -21,18 +21,17 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from bench.gpu.parts import ENGINE_IMPORTS, PARTS, REPORTED_IMPORTS
-from bench.gpu.passed_kernels import PassedKernels
 from bench.gpu.product.product_server import stop_servers
-from bench.gpu.stage import Stage, missing_imports
-from bench.gpu.stage_process import Outcome, run_stage
+from bench.gpu.stage import Outcome, Stage, missing_imports, run_stage
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
+from radixkv.model.attention.refused_attention import MODES, NAMES, NATIVE, VARIABLE, format_refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,13 +110,37 @@ def _choose_stages(stages: Sequence[Stage], only: Sequence[str] | None) -> list[
     return [stage for i, stage in enumerate(stages) if is_chosen[i] or (stage.tries_kernels and i < last_trial_user)]
 
 
+class _PassedKernels:
+    """Attention kernels of a GPU that passed a trial of this run. Other kernels that can be refused are refused."""
+
+    def __init__(self) -> None:
+        self._passed: set[tuple[str, str]] = set()
+        self._has_tried = False
+
+    def note(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Record the trials of a stage: rows with `kernels`, `mode` and `is_right`. Other rows are ignored."""
+        self._has_tried = True
+        self._passed |= {(row["kernels"], row["mode"]) for row in rows if "kernels" in row and row["is_right"]}
+
+    def has_passed(self, names: Iterable[str]) -> bool:
+        """Whether one of these kernels passed, in any mode."""
+        return any((name, mode) in self._passed for name in names for mode in MODES)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variable that keeps other processes from using refused kernels; empty before the first `note`."""
+        if not self._has_tried:
+            return {}
+        gpu_kernels = [(name, mode) for name in NAMES if name != NATIVE for mode in MODES]
+        return {VARIABLE: format_refused(kernel for kernel in gpu_kernels if kernel not in self._passed)}
+
+
 class _PartRun:
     """A run of one part, and its file."""
 
     def __init__(self, part: str, arguments: Sequence[str] | None, options: argparse.Namespace) -> None:
         self._options = options
         self._file: Path = options.out / f"{part}.json"
-        self._passed_kernels = PassedKernels()
+        self._passed_kernels = _PassedKernels()
         if self._file.exists():  # keep earlier results
             self._file.replace(options.out / f"{part}.earlier.json")
         self._report: dict[str, Any] = {

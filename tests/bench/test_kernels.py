@@ -22,7 +22,7 @@ from bench.parts.attention_inputs import (
 )
 from bench.parts.copy_inputs import TokenWrites
 from bench.parts.device_time import measure
-from bench.parts.peers.sglang_attention import load_extend_attention
+from bench.parts.peers.sglang import load_extend_attention
 from radixkv.kernels import reference
 from radixkv.kernels.scoring import Scoring
 

@@ -387,7 +387,7 @@ def test_kernel_stages_import_no_transformers(tmp_path: Path) -> None:
         shlex.split(each.command)[1] for stages in PARTS.values() for each in stages if runs_without_transformers(each)
     }
     assert {"bench.kernels", "bench.gpu.trials", "bench.gpu.counted_tests"} <= modules
-    modules |= {"radixkv.startup.attention_trial", "bench.gpu.dry_trial"}
+    modules |= {"radixkv.startup.attention_trial", "bench.gpu.dry_run"}
     code = f"import {', '.join(sorted(modules))}\ntry: import transformers\nexcept ImportError: print('blocked')"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "blocked\n"
