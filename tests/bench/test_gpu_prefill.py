@@ -14,9 +14,7 @@ import torch
 
 from bench import gpu_prefill
 from bench.exactness import build_runner
-from bench.gpu import prefill_bench
-from bench.gpu.prefill_bench import PrefillBench
-from bench.gpu_prefill import main
+from bench.gpu_prefill import PrefillBench, main
 from bench.parts.device_time import DeviceRates
 from bench.parts.peers.transformers_prefix import Tokens, TransformersPrefix
 from radixkv.compute.runner import Runner
@@ -69,7 +67,7 @@ def test_the_time_of_a_hit_is_reported_before_any_other_variant(bench: PrefillBe
 
 
 def test_a_long_suffix_is_also_computed_in_short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_bench, "_SHORT_STEP_TOKENS", 32)
+    monkeypatch.setattr(gpu_prefill, "_SHORT_STEP_TOKENS", 32)
     runner = build_runner("tiny", 1, torch.float32, torch.device("cpu"), 1024, is_exact=True)
     bench = PrefillBench(runner, 200, step_tokens=512, rates=DeviceRates(1e12, 1e9))
     tokens_of_steps: list[int] = []
@@ -128,7 +126,7 @@ def test_a_prompt_reuses_only_its_prefix(bench: PrefillBench) -> None:
 
 def test_a_hit_that_changes_the_answer_is_not_timed(bench: PrefillBench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert measure(bench, 9, 77)["is_right"]
-    monkeypatch.setattr(prefill_bench, "_difference", lambda *_: 1e-6)
+    monkeypatch.setattr(gpu_prefill, "_difference", lambda *_: 1e-6)
     row = measure(bench, 9, 77)
     assert row == {"is_right": False, "error": 1e-6, "reason": "the cache changes the answer: off by 1e-06"}
 
