@@ -93,9 +93,7 @@ def _show(client: OpenAI, url: str, servers: Sequence[ServerProcess], addresses:
     counts = [num_finished(address) for address in addresses]
     say("shared by", ", ".join(f"{address}: {count}" for address, count in zip(addresses, counts, strict=True)))
     victim = counts.index(max(counts))
-    victim_pid = servers[victim].pid
-    assert victim_pid is not None, "the server was started"
-    os.kill(victim_pid, signal.SIGKILL)
+    os.kill(servers[victim].pid, signal.SIGKILL)
     say("kill -9", f"{addresses[victim]}, which answered most questions, is gone; sending more")
     after_kill = _converse(client, range(_NUM_TURNS, 2 * _NUM_TURNS))
     say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {after_kill}")

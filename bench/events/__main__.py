@@ -64,11 +64,6 @@ def run_callers(address: str, num_callers: int) -> Iterator[tuple[int, int]]:
             process.kill()
 
 
-def resident_mib(pid: int) -> float | None:
-    """Return the resident memory of a process in MiB; None if it has ended, or without /proc."""
-    return resident_bytes([pid]) / 2**20 or None
-
-
 def prefill_times_ms(client: Client, num_prompts: int, num_tokens: int, rng: random.Random) -> list[float]:
     """Prefill new prompts one after another. Returns the time of each."""
     times_ms = []
@@ -90,7 +85,7 @@ def measure(options: argparse.Namespace) -> list[EventMeasurement]:
         for num_callers in (0, options.readers, options.callers):
             with run_callers(address, num_callers) as (accepted, refused):
                 times_ms = prefill_times_ms(client, options.requests, options.tokens, rng)
-                server_mib = resident_mib(server.pid or 0)
+                server_mib = resident_bytes([server.pid]) / 2**20 or None
                 passes.append(EventMeasurement(num_callers, accepted, refused, distribution(times_ms), server_mib))
     return passes
 

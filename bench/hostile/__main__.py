@@ -73,7 +73,6 @@ def _measure_attack(name: str, options: argparse.Namespace) -> dict[str, Any]:
     process = ServerProcess(command)
     load_before = os.getloadavg()[0]
     with process as address, ServerProcess(command) if options.apart else contextlib.nullcontext() as second_address:
-        assert process.pid is not None, "a server that listens has a process"
         http_address = f"127.0.0.1:{http_port}" if http_port else ""
         second_target = None if second_address is None else Target(second_address, seconds)
         has_low_priority = not options.equal_priority

@@ -104,9 +104,10 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     @property
-    def pid(self) -> int | None:
-        """Id of the process; None before it is started."""
-        return None if self._process is None else self._process.pid
+    def pid(self) -> int:
+        """Id of the process, which must have been started."""
+        assert self._process is not None, "the process was started"
+        return self._process.pid
 
     @property
     def cpu_s(self) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,17 @@ def test_the_page_lists_benchmarks() -> None:
     assert {"bench.replay", "bench.peers"} <= set(_COMMANDS)
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("name", _COMMANDS)
-def test_a_benchmark_runs_as_a_command(name: str) -> None:
-    module = _BENCH.joinpath(*name.split(".")[1:])
-    file = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
-    assert '\nif __name__ == "__main__":\n' in file.read_text(encoding="utf-8")
+def test_a_benchmark_is_a_command_with_options(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(name, run_name="__main__")
+    assert ended.value.code == 0
+    assert "usage:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("file", sorted((_BENCH / "results").glob("*.json")), ids=lambda file: file.stem)

@@ -156,7 +156,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     process = make_server()
     with process as address:
-        assert process.pid is not None, "a server that listens has a process"
         result = asyncio.run(fuzz(address, process.pid, options.calls, options.connections, options.seed))
     print(f"mutated messages: {result.statuses}\nraw connections: {result.raw}")
     print(f"valid calls in between, all answered: {result.served}")
