@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from bench.exactness import BLOCK_SIZE, MODES, SHAPES, build_runner
-from bench.parts.device_time import DeviceRates, host_s, measure_rates
+from bench.parts.device_time import DeviceRates, measure_rates, time_host_s
 from bench.parts.environment import describe_run
 from bench.parts.kernel_row import Row, describe_error
 from bench.parts.peers.transformers_prefix import Tokens, TransformersPrefix
@@ -143,15 +143,17 @@ class PrefillBench:
         seconds: dict[str, list[float]] = {"ttft": []}  # by variant
         make_prompt = functools.partial(self.prompt, suffix_tokens, prefix_tokens)
         for _ in range(rounds):
-            seconds["ttft"].append(host_s(functools.partial(self.ask, make_prompt())))
+            seconds["ttft"].append(time_host_s(functools.partial(self.ask, make_prompt())))
         yield self._add_medians(row, seconds)
 
         variants: dict[str, Callable[[Tokens], float]] = {}
         if (core := self._core_without_graphs) is not None:
-            variants["launched"] = lambda prompt: host_s(lambda: self.ask(prompt, core=core))
+            variants["launched"] = lambda prompt: time_host_s(lambda: self.ask(prompt, core=core))
         if suffix_tokens > _SHORT_STEP_TOKENS:
-            variants["short_steps"] = lambda prompt: host_s(lambda: self.ask(prompt, core=self._core_of_short_steps))
-        variants["recompute"] = lambda prompt: host_s(lambda: self.ask(prompt, reads=False))
+            variants["short_steps"] = lambda prompt: time_host_s(
+                lambda: self.ask(prompt, core=self._core_of_short_steps)
+            )
+        variants["recompute"] = lambda prompt: time_host_s(lambda: self.ask(prompt, reads=False))
         for variant, time_variant in variants.items():
             is_slow = variant == "recompute" and prefix_tokens >= _LONG_PREFIX_TOKENS
             try:
@@ -168,7 +170,7 @@ class PrefillBench:
                     answer_prompt = functools.partial(
                         self._transformers.next_token, make_prompt()[prefix_tokens:], prefix_tokens
                     )
-                    elapsed_s = host_s(answer_prompt)
+                    elapsed_s = time_host_s(answer_prompt)
                     seconds.setdefault("transformers", []).append(elapsed_s)
         yield self._add_medians(row, seconds)
 
@@ -182,7 +184,7 @@ class PrefillBench:
     ) -> None:
         """Time a variant alternately with the cached prompt. Each time has a new prompt, since prompts are cached."""
         for _ in range(rounds):
-            seconds["ttft"].append(host_s(functools.partial(self.ask, make_prompt())))
+            seconds["ttft"].append(time_host_s(functools.partial(self.ask, make_prompt())))
             elapsed_s = time_variant(make_prompt())
             seconds.setdefault(variant, []).append(elapsed_s)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.parts.device_time import host_s
+from bench.parts.device_time import time_host_s
 from bench.parts.result_file import write_result
 from bench.stores import benched_store
 from bench.stores.benched_store import BenchedStore
@@ -167,7 +167,7 @@ def measure(store: BenchedStore, blocks: Blocks, num_rounds: int) -> list[StoreR
             read()  # warms up the peer, as `require_equal` warmed up the store
             times["load"].append(_time_both(load, read, _do_nothing, is_ours_first=is_first))
             if store.verify is not None:
-                verified_ratios.append(times["load"][-1][1] / host_s(partial(store.verify, targets)))
+                verified_ratios.append(times["load"][-1][1] / time_host_s(partial(store.verify, targets)))
             if store.forget is not None:
                 forget()
                 times["load cold"].append(_time_both(load, read, forget, is_ours_first=is_first))
@@ -192,9 +192,9 @@ def _time_both(
     ours: Callable[[], None], theirs: Callable[[], None], between: Callable[[], None], *, is_ours_first: bool
 ) -> tuple[float, float]:
     """Run the store and its peer in the chosen order, and return the seconds of each."""
-    first_s = host_s(ours if is_ours_first else theirs)
+    first_s = time_host_s(ours if is_ours_first else theirs)
     between()
-    second_s = host_s(theirs if is_ours_first else ours)
+    second_s = time_host_s(theirs if is_ours_first else ours)
     return (first_s, second_s) if is_ours_first else (second_s, first_s)
 
 
