@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.config import ModelConfig
@@ -70,8 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append({**kind._asdict(), "ms": times_ms, "ratio": times_ms["one"] / times_ms["eight"]})
         columns = " ".join(f"{times_ms[mix]:12.2f} ms" for mix in _MIXES)
         print(f"{kind.num_requests:8} {kind.new_tokens:4} {kind.cached_tokens:6} {columns}  {rows[-1]['ratio']:.2f}")
-    if options.json is not None:
-        write_json(options.json, {**describe_run("bench.adapters", arguments), "rank": options.rank, "rows": rows})
+    write_result(options.json, "bench.adapters", arguments, {"rank": options.rank, "rows": rows})
 
 
 def _build_runner(rank: int) -> Runner:

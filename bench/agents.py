@@ -35,8 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.errors import ConfigError
 from radixkv.planning.simulate import STOP, simulate
@@ -304,9 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"round {number + 1}: {rounds[-1]}")
     medians = medians_of(rounds)
     print(f"medians: {medians}")
-    if options.json:
-        result = {"pool_tokens": pool_tokens(options, options.pool_share), "medians": medians, "rounds": rounds}
-        write_json(options.json, {**result, **describe_run("bench.agents", arguments)})
+    result = {"pool_tokens": pool_tokens(options, options.pool_share), "medians": medians, "rounds": rounds}
+    write_result(options.json, "bench.agents", arguments, result)
     return 0
 
 

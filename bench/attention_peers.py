@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.parts.attention_inputs import AttentionInputs
-from bench.parts.peers.sglang_attention import load_extend_attention
+from bench.parts.peers.sglang import load_extend_attention
 
 # One call per input set. A call returns `[suffix_tokens, num_query_heads, head_dim]`.
 Calls = list[Callable[[], torch.Tensor]]

@@ -22,9 +22,8 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from bench.parts.environment import describe_run
 from bench.parts.report import distribution
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.v1 import prefill_pb2
 
@@ -186,10 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{row['concurrency']:>7} {row['tokens_per_s']:9.1f} {row['ratio']:6.2f} {row['ttft_p50_ms']:9.1f} "
             f"{row['ttft_p99_ms']:9.1f} {row['token_p50_ms']:10.2f} {row['token_p99_ms']:9.2f}"
         )
-    if options.json:
-        keys = ("model", "device", "settings", "requests", "prompt_tokens", "new_tokens", "rounds", "seed")
-        parameters = {key: getattr(options, key) for key in keys}
-        write_json(options.json, {"rows": rows, **parameters, **describe_run("bench.batching", arguments)})
+    keys = ("model", "device", "settings", "requests", "prompt_tokens", "new_tokens", "rounds", "seed")
+    parameters = {key: getattr(options, key) for key in keys}
+    write_result(options.json, "bench.batching", arguments, {"rows": rows, **parameters})
 
 
 if __name__ == "__main__":

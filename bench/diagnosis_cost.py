@@ -24,14 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.parts.environment import describe_run
 from bench.parts.paired_times import PromptTimes, middle_ratios
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
+from bench.parts.running_engine import running_engine
 from radixkv.api.params import PrefillParams
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
 from radixkv.service.cli.argument_types import positive
-from radixkv.startup.build_engine import build_engine
 
 _OFF, _AGAIN, _ON = "off", "off again", "on"  # the engines, by whether they find the causes of misses
 _DEFAULT_SHARE = Config().server.diagnosed_share
@@ -52,7 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rng = np.random.default_rng(args.seed)
     times: dict[str, dict[str, list[PromptTimes]]] = {kind: {_OFF: [], _AGAIN: [], _ON: []} for kind in ("miss", "hit")}
     with ExitStack() as stack:
-        engines = {name: _start_engine(stack, args, _DEFAULT_SHARE if name == _ON else 0.0) for name in times["miss"]}
+        settings = ["model.device=cpu", f"model.path={args.model}"]
+        settings.append(f"cache.capacity_tokens={2 * args.prompts * args.prompt_tokens}")
+        engines = {}
+        for name in (_OFF, _AGAIN, _ON):
+            diagnosed_share = _DEFAULT_SHARE if name == _ON else 0.0
+            engine = running_engine([*settings, f"server.diagnosed_share={diagnosed_share}"])
+            engines[name] = stack.enter_context(engine)
         vocab_size = engines[_ON].limits.vocab_size
         texts = [rng.integers(0, vocab_size, args.prompt_tokens) for _ in range(_NUM_TEXTS)]
         for number in range(args.prompts):
@@ -78,20 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{row['kind']:5} {row['engine']:10} {row['ttft_ms']:8.1f} ms  TTFT {row['ttft_ratio']:.4f}  "
             f"CPU time {row['processor_ratio']:.4f}, of all prompts {row['processor_ratio_of_sums']:.4f}"
         )
-    if args.json is not None:
-        examined = {"misses": counts.misses, "examined_misses": counts.examined_misses, "thread_share": profiler_share}
-        write_json(
-            args.json, {"seed": args.seed, **describe_run("bench.diagnosis_cost", arguments), **examined, "rows": rows}
-        )
-
-
-def _start_engine(stack: ExitStack, args: argparse.Namespace, diagnosed_share: float) -> Engine:
-    capacity_tokens = 2 * args.prompts * args.prompt_tokens
-    settings = [f"model.path={args.model}", "model.device=cpu", f"server.diagnosed_share={diagnosed_share}"]
-    engine = build_engine(Config.load(None, [*settings, f"cache.capacity_tokens={capacity_tokens}"]))
-    engine.start()
-    stack.callback(engine.stop)
-    return engine
+    examined = {"misses": counts.misses, "examined_misses": counts.examined_misses, "thread_share": profiler_share}
+    write_result(args.json, "bench.diagnosis_cost", arguments, {"seed": args.seed, **examined, "rows": rows})
 
 
 def _prefill(engine: Engine, tokens: bytes) -> PromptTimes:

@@ -17,21 +17,24 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from bench.parts.environment import describe_run
-from bench.parts.live_profile import live_profile
 from bench.parts.planted_traffic import FAULTS, AgentRequest, Fault, Traffic
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.doctor.diagnosis import diagnose
 from radixkv.doctor.examination import Examiner
-from radixkv.doctor.miss_profiler import MIN_MISSED_TOKENS
+from radixkv.doctor.miss_profile import MissReport
+from radixkv.doctor.miss_profiler import MAX_BRANCHES, MIN_MISSED_TOKENS, AdmittedPrompt, Branches, MissProfiler
 from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog
+from radixkv.engine.miss_feed import MissFeed
+from radixkv.explain.comparison import Decode
 from radixkv.model.tiny_files import write_tiny_files
 from radixkv.service.cli.argument_types import positive
 from radixkv.service.text.tokenizer import Tokenizer
@@ -39,6 +42,7 @@ from radixkv.service.text.tokenizer import Tokenizer
 SHARES = (0.01, 0.1, 0.5)
 MIN_LOST_TOKENS = 64
 _BLOCK_SIZE = 64
+_MAX_CAUSES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +95,7 @@ class Result:
 
 def computed_tokens(requests: Sequence[AgentRequest]) -> list[int]:
     """Return how many tokens of each prompt a cache that never evicts computes."""
-    num_blocks = sum((len(each.token_ids) + len(each.answer_ids)) // _BLOCK_SIZE + 2 for each in requests)
-    cache = PrefixCache(num_blocks, _BLOCK_SIZE, max_evicted_prefixes=0)
+    cache = PrefixCache(_num_blocks(requests), _BLOCK_SIZE, max_evicted_prefixes=0)
     computed = []
     for each in requests:
         with cache.lease(each.namespace, np.array(each.token_ids, "<u4").tobytes()) as lease:
@@ -147,7 +150,7 @@ def run_profiler(traffic: Traffic, fault: Fault, share: float, *, has_sessions: 
     """
     requests = traffic.requests(fault, share)
     lost_tokens = _lost_tokens(traffic, requests)
-    report = live_profile(requests, traffic.tokenizer.decode, has_sessions=has_sessions)
+    report = _live_profile(requests, traffic.tokenizer.decode, has_sessions=has_sessions)
     groups = [group for _, group in report.groups]
     right_groups = [each for each in groups if each.key.cause is fault.cause]
     num_planted = sum(each >= MIN_MISSED_TOKENS for each in lost_tokens)
@@ -166,6 +169,55 @@ def run_profiler(traffic: Traffic, fault: Fault, share: float, *, has_sessions: 
         lost_tokens=sum(lost_tokens),
         saved_tokens=sum(each.lost_tokens for each in right_groups),
     )
+
+
+def _live_profile(requests: Sequence[AgentRequest], decode: Decode, *, has_sessions: bool = True) -> MissReport:
+    """Return what the profiler of a server, which has unlimited time here, finds in requests that arrive in turn.
+
+    Args:
+        requests: the requests, in the order in which they arrive.
+        decode: returns the text of token ids.
+        has_sessions: whether the requests name their sessions.
+    """
+    profiler = MissProfiler(share=1.0)
+    profiler.load_decode = lambda: decode
+    feed = MissFeed(profiler)
+    cache = PrefixCache(_num_blocks(requests), _BLOCK_SIZE, listeners=[feed])
+
+    def find_branches(places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
+        branches: Future[Branches] = Future()
+        branches.set_result(Branches(cache.branches_at(places, tenant, session_id, MAX_BRANCHES), None, 0.0))
+        return branches
+
+    profiler.start(find_branches)
+    try:
+        for request in requests:
+            profiler.add_step(1.0)
+            tokens = np.array(request.token_ids, "<u4").tobytes()
+            session_id = request.session if has_sessions else ""
+            with cache.lease(request.namespace, tokens, session_id=session_id) as lease:
+                reason = cache.explain(request.namespace, tokens, lease.cached_tokens)
+                prompt = AdmittedPrompt(request.namespace, session_id, tokens, lease.cached_tokens, reason)
+                profiler.add_prompt(prompt)
+                _wait_until_idle(profiler)  # the thread of the profiler reads the cache, which is changed below
+                lease.commit(lease.num_tokens)
+                lease.extend(np.array(request.answer_ids, "<u4").tobytes())
+                lease.commit(lease.num_tokens)
+            feed.pass_segments()
+        _wait_until_idle(profiler)
+        return profiler.report(None, _MAX_CAUSES)
+    finally:
+        profiler.close()
+
+
+def _wait_until_idle(profiler: MissProfiler) -> None:
+    while profiler.is_busy:
+        time.sleep(0.0002)
+
+
+def _num_blocks(requests: Sequence[AgentRequest]) -> int:
+    """Return enough blocks for all requests, with a partly filled one for each prompt and for each answer."""
+    return sum((len(each.token_ids) + len(each.answer_ids)) // _BLOCK_SIZE + 2 for each in requests)
 
 
 def _lost_tokens(traffic: Traffic, requests: Sequence[AgentRequest]) -> list[int]:
@@ -206,13 +258,11 @@ def main() -> None:
                     f"({result.gain_error:.1%})",
                     flush=True,
                 )
-    if arguments.json is not None:
-        rows = [
-            asdict(each)
-            | {"found_share": each.found_share, "false_share": each.false_share, "gain_error": each.gain_error}
-            for each in results
-        ]
-        write_json(arguments.json, {"seed": arguments.seed, **describe_run("bench.doctor"), "results": rows})
+    rows = [
+        asdict(each) | {"found_share": each.found_share, "false_share": each.false_share, "gain_error": each.gain_error}
+        for each in results
+    ]
+    write_result(arguments.json, "bench.doctor", None, {"seed": arguments.seed, "results": rows})
 
 
 if __name__ == "__main__":

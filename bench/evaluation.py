@@ -31,8 +31,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.training.corpus import held_out_documents
 from radixkv import LLM
 from radixkv.integrations.evaluation import Evaluator
@@ -227,8 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{name:34} {statistics.median(result['seconds'][name]):8.1f} s  {ratio:6.3f} of the time of transformers"
         )
     print(result["context_tokens"], f"accuracy {result['accuracy']:.3f}")
-    if options.json is not None:
-        write_json(options.json, {"model": options.model.name, **describe_run("bench.evaluation", arguments), **result})
+    write_result(options.json, "bench.evaluation", arguments, {"model": options.model.name, **result})
     return 0
 
 

@@ -10,20 +10,26 @@ text; 1 if not; and 2 if a package is missing or a process did not start.
 from __future__ import annotations
 
 import argparse
+import http.client
+import json
 import os
+import random
 import signal
+import statistics
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
-from bench.parts.gateway_first_tokens import time_first_tokens
 from bench.parts.gateway_process import GatewayProcess
 from bench.parts.server_process import ServerProcess, serve_command
 from bench.parts.talk import PromptTokens, Talk, num_finished, say
 from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
+from radixkv.service.client import Client
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -35,6 +41,11 @@ _NUM_TURNS = 6
 _CONCURRENCY = 4
 _NUM_TIMED_CALLS = 40
 _TIMEOUT_S = 60.0
+# Prompts that are timed: a cached prefix, and a new suffix.
+_PREFIX_TOKENS, _SUFFIX_TOKENS = 512, 64
+_NUM_BYTE_TOKENS = 256  # random ids are below this
+_WARM_UP_CALLS = 3
+_SAMPLING = {"max_new_tokens": 2, "temperature": 0}
 # Begins with the number of the conversation, so that the system messages of conversations share no prefix.
 _SYSTEM = "{0}{0}{0} is your number. You answer in short sentences, in plain English, and never guess. " * 3
 
@@ -82,9 +93,7 @@ def _show(client: OpenAI, url: str, servers: Sequence[ServerProcess], addresses:
     counts = [num_finished(address) for address in addresses]
     say("shared by", ", ".join(f"{address}: {count}" for address, count in zip(addresses, counts, strict=True)))
     victim = counts.index(max(counts))
-    victim_pid = servers[victim].pid
-    assert victim_pid is not None, "the server was started"
-    os.kill(victim_pid, signal.SIGKILL)
+    os.kill(servers[victim].pid, signal.SIGKILL)
     say("kill -9", f"{addresses[victim]}, which answered most questions, is gone; sending more")
     after_kill = _converse(client, range(_NUM_TURNS, 2 * _NUM_TURNS))
     say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {after_kill}")
@@ -96,6 +105,77 @@ def _show(client: OpenAI, url: str, servers: Sequence[ServerProcess], addresses:
         outcome = "every question was answered" if is_same else "a repeated question got another answer"
     say("end", outcome)
     return 0 if is_same and not failures else 1
+
+
+class FirstTokens(NamedTuple):
+    """Medians of the times to first token.
+
+    Attributes:
+        gateway_ms: through the gateway, from the request to the first chunk of a streamed answer.
+        direct_ms: directly from one of its servers.
+    """
+
+    gateway_ms: float
+    direct_ms: float
+
+
+def time_first_tokens(url: str, address: str, model: str, num_calls: int) -> FirstTokens:
+    """Send prompts to a gateway and to one of its servers in turn, each with a new suffix after a cached prefix.
+
+    Args:
+        url: URL of the gateway.
+        address: address of the server.
+        model: name of the model at the gateway.
+        num_calls: measured calls to each, after some that warm up.
+
+    Raises:
+        ConfigError: the gateway does not stream an answer.
+    """
+    generator = random.Random(0)
+    prefix = _random_ids(generator, _PREFIX_TOKENS)
+    gateway_s: list[float] = []
+    direct_s: list[float] = []
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT_S)
+    with closing(connection), Client(address, timeout_s=_TIMEOUT_S) as client:
+        for _ in range(_WARM_UP_CALLS + num_calls):
+            gateway_s.append(_time_gateway(connection, model, [*prefix, *_random_ids(generator, _SUFFIX_TOKENS)]))
+            direct_s.append(_time_server(client, [*prefix, *_random_ids(generator, _SUFFIX_TOKENS)]))
+    return FirstTokens(_median_ms(gateway_s), _median_ms(direct_s))
+
+
+def _time_gateway(connection: http.client.HTTPConnection, model: str, ids: Sequence[int]) -> float:
+    """Return the seconds from a request to the gateway to the first line of its answer."""
+    body = {"model": model, "input_ids": ids, "sampling_params": _SAMPLING, "stream": True}
+    start_s = time.perf_counter()
+    connection.request("POST", "/generate", json.dumps(body), {"content-type": "application/json"})
+    with connection.getresponse() as response:
+        first_line = response.readline()
+        ttft_s = time.perf_counter() - start_s
+        other_lines = response.read()  # so that the connection can be used again
+    if response.status != http.HTTPStatus.OK or not first_line.startswith(b"data:"):
+        raise ConfigError(
+            f"gateway: expected a streamed answer, got {response.status} {(first_line + other_lines)[:200]!r}"
+        )
+    return ttft_s
+
+
+def _time_server(client: Client, ids: Sequence[int]) -> float:
+    """Return the seconds from a request to the server to the first chunk of its answer."""
+    start_s = time.perf_counter()
+    answers = client.generate(ids, max_new_tokens=_SAMPLING["max_new_tokens"])
+    next(answers)
+    ttft_s = time.perf_counter() - start_s
+    list(answers)  # so that the call ends before the next one begins
+    return ttft_s
+
+
+def _random_ids(generator: random.Random, count: int) -> list[int]:
+    return [generator.randrange(_NUM_BYTE_TOKENS) for _ in range(count)]
+
+
+def _median_ms(times_s: Sequence[float]) -> float:
+    """Return the median of the measured calls, which follow the warm-up calls."""
+    return 1e3 * statistics.median(times_s[_WARM_UP_CALLS:])
 
 
 def _converse(client: OpenAI, turns: range) -> Talk:

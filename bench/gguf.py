@@ -20,11 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.parts.environment import describe_run
 from bench.parts.peers.environments import RECIPES, Environments, NotInstalled
 from bench.parts.peers.rows import PeerRow, PeerSample
 from bench.parts.peers.worker_process import WorkerProcess
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.small_model import NotFetched, small_model_file
 
 _OURS, _PEER = "radixkv", "llama.cpp"
@@ -148,20 +147,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for row in measure(workers, planned, options.repetitions):
                     rows.append({"model": file.name, "threads": threads, **row})
                     print(_line(rows[-1]), flush=True)
-            if options.json is not None:
-                write_json(
-                    options.json,
-                    {
-                        "rows": rows,
-                        "engines": versions,
-                        "skipped": skipped,
-                        "prompt_tokens": options.prompt_tokens,
-                        "new_tokens": options.new_tokens,
-                        "context_tokens": options.context_tokens,
-                        "repetitions": options.repetitions,
-                        **describe_run("bench.gguf", arguments),
-                    },
-                )
+            result = {
+                "rows": rows,
+                "engines": versions,
+                "skipped": skipped,
+                "prompt_tokens": options.prompt_tokens,
+                "new_tokens": options.new_tokens,
+                "context_tokens": options.context_tokens,
+                "repetitions": options.repetitions,
+            }
+            write_result(options.json, "bench.gguf", arguments, result)
     for engine, reason in skipped.items():
         print(f"skipped {engine}: {reason}", file=sys.stderr)
     return 1 if skipped else 0

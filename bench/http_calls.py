@@ -24,11 +24,12 @@ from typing import Any
 
 import aiohttp
 
-from bench.parts.environment import describe_run
 from bench.parts.peers.environments import RECIPES, Environments, NotInstalled
 from bench.parts.peers.workers.http_engine import HttpEngine, free_port
+from bench.parts.peers.workers.vllm_worker import vllm_variables
 from bench.parts.report import distribution
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
+from bench.parts.server_process import serve_command
 from radixkv.service.cli.argument_types import positive, positive_number
 
 _VLLM_MODEL_NAME = "model"
@@ -97,20 +98,12 @@ def commands(options: argparse.Namespace) -> dict[str, tuple[list[str], int, Map
     radixkv_port, vllm_port = free_port(), free_port()
     python = Environments(options.cache, RECIPES).python("vllm")
     scripts = python.parent
-    radixkv = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", "--http-port", str(radixkv_port)]
-    radixkv += ["--model", str(options.model), "--set", f"model.dtype={options.dtype}"]
+    radixkv = serve_command(str(options.model), None, [f"model.dtype={options.dtype}"])
+    radixkv += ["--http-port", str(radixkv_port)]
     vllm = [str(scripts / "vllm"), "serve", str(options.model), "--host", "127.0.0.1"]
     vllm += ["--served-model-name", _VLLM_MODEL_NAME]
     vllm += ["--port", str(vllm_port), "--dtype", options.dtype, "--max-num-seqs", "64", "--disable-uvicorn-access-log"]
-    variables = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CACHE_ROOT": str(options.cache.absolute() / "vllm-cache"),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PATH": f"{scripts}:/usr/bin:/bin",
-        "PYTHONPATH": "",
-    }
+    variables = {**vllm_variables(scripts, options.cache.absolute()), "PYTHONPATH": ""}
     return {"radixkv": (radixkv, radixkv_port, {}), "vllm": (vllm, vllm_port, variables)}
 
 
@@ -163,11 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (NotInstalled, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        write_json(
-            options.json,
-            {"rows": rows, "peer": RECIPES["vllm"].requirements, **describe_run("bench.http_calls", arguments)},
-        )
+    result = {"rows": rows, "peer": RECIPES["vllm"].requirements}
+    write_result(options.json, "bench.http_calls", arguments, result)
     return 0
 
 

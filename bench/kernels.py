@@ -26,9 +26,17 @@ from bench.attention_peers import NAMES, peer
 from bench.gpu.attention_variants import CHOICES, QUANTIZED, Permissions, first_case, variants
 from bench.gpu.dry_run import interpreted
 from bench.parts.attention_inputs import AttentionCase, Heads, capacity_of, expected_answer, make_inputs, worst_error
-from bench.parts.copy_inputs import BlockCopies, TokenWrites
 from bench.parts.device_time import DeviceRates, cache_bytes, measure_rates
 from bench.parts.environment import describe_run
+from bench.parts.kernel_inputs import (
+    BlockCopies,
+    GatedRows,
+    LinearRows,
+    NormedRows,
+    SharedDecodes,
+    SharedPrefix,
+    TokenWrites,
+)
 from bench.parts.kernel_row import (
     HEADER,
     Contestant,
@@ -41,8 +49,6 @@ from bench.parts.kernel_row import (
     measure_row,
 )
 from bench.parts.result_file import write_json
-from bench.parts.row_inputs import GatedRows, LinearRows, NormedRows
-from bench.parts.shared_prefix_inputs import SharedDecodes, SharedPrefix
 from radixkv.kernels import reference
 from radixkv.kernels.gpu.copy_blocks import copy_blocks
 from radixkv.kernels.gpu.linear import linear

@@ -25,8 +25,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, DeepseekV2Config
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.kernels.batch import PagedBatch
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.interface import AttentionCall, AttentionStep
@@ -245,8 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for row in measure(model, dtype, cached, options.new, options.rounds):
                 rows.append(row | {f"{name}_token_bytes": num_bytes for name, num_bytes in token_bytes.items()})
                 print(_line(row, token_bytes), flush=True)
-    if options.json:
-        write_json(options.json, {"rows": rows, **describe_run("bench.latent", arguments)})
+    write_result(options.json, "bench.latent", arguments, {"rows": rows})
 
 
 def _line(row: Mapping[str, Any], token_bytes: Mapping[str, int]) -> str:

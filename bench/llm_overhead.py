@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv import LLM, SamplingParams
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens
@@ -83,12 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 ratios.append(took_s["llm"] / took_s["engine"])
                 for name, each_s in took_s.items():
                     seconds[name].append(each_s)
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    # Positions as in `statistics.quantiles`, which needs two values before Python 3.13.
+    low, middle, high = np.percentile(ratios, (25, 50, 75), method="weibull").tolist()
     ratio_of_sums = sum(seconds["llm"]) / sum(seconds["engine"])
     print(f"LLM / engine: median {middle:.4f}, quartiles {low:.4f} to {high:.4f}, of all rounds {ratio_of_sums:.4f}")
-    if args.json is not None:
-        figures = {"median": middle, "quartiles": [low, high], "of_all_rounds": ratio_of_sums, "ratios": ratios}
-        write_json(args.json, {"seed": args.seed, **describe_run("bench.llm_overhead", arguments), **figures})
+    figures = {"median": middle, "quartiles": [low, high], "of_all_rounds": ratio_of_sums, "ratios": ratios}
+    write_result(args.json, "bench.llm_overhead", arguments, {"seed": args.seed, **figures})
 
 
 if __name__ == "__main__":

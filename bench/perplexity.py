@@ -19,9 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.parts.quality import Command, Comparison, PoolText, Row, held_out_texts, load, row_of
-from bench.parts.rounded_linear import round_linears
 from radixkv.errors import ConfigError
-from radixkv.kernels.cpu.int8_linear import adds_integers_exactly
+from radixkv.kernels.cpu.int8_linear import adds_integers_exactly, quantize_rows
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.model import Model
 from radixkv.model.tiny_model import build_tiny_model
@@ -29,6 +28,39 @@ from radixkv.model_files.model_location import locate
 
 # Pairs of `model.weights` and `model.dtype`; the first pair is the reference.
 FORMATS = (("auto", "float32"), ("auto", "bfloat16"), ("q8", "float32"), ("q4", "float32"), ("int8", "float32"))
+
+
+class RoundedLinear(torch.nn.Module):
+    """A linear layer as `model.weights = "int8"` makes it: weights and rows are rounded to integers.
+
+    The integers are multiplied in float64, in which their sums are exact in any order.
+
+    Args:
+        linear: the layer, in float32.
+    """
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        integers, scales = quantize_rows(linear.weight.detach())
+        self._integers = integers.t().double()
+        self._scales = scales[:, 0]
+        self._bias = linear.bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows `[..., in_features]`. Returns `[..., out_features]`."""
+        integers, scales = quantize_rows(rows.reshape(-1, rows.shape[-1]))
+        product = (integers.double() @ self._integers).float().mul_(self._scales).mul_(scales)
+        if self._bias is not None:
+            product.add_(self._bias)
+        return product.view(*rows.shape[:-1], -1)
+
+
+def round_linears(module: torch.nn.Module) -> None:
+    """Replace each linear layer by a rounded one. Embeddings are unchanged, even if they share a layer's weight."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(parent, name, RoundedLinear(child))
 
 
 def load_format(path: str, weights: str, dtype: str) -> Model:

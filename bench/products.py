@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.kernels.cpu.gemm_backends import QUANTIZED_BITS, gemm_backends
 from radixkv.kernels.cpu.gemm_trial import cold_copies
 from radixkv.kernels.cpu.int8_linear import adds_integers_exactly
@@ -49,16 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, (in_features, out_features) in itertools.product(options.dtypes, options.shapes):
         weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0))
         rows += measure(weight.to(getattr(torch, name)), options.rows, options.rounds)
-    if options.json is not None:
-        write_json(
-            options.json,
-            {
-                "rows": rows,
-                "threads": options.threads,
-                "rounds": options.rounds,
-                **describe_run("bench.products", arguments),
-            },
-        )
+    result = {"rows": rows, "threads": options.threads, "rounds": options.rounds}
+    write_result(options.json, "bench.products", arguments, result)
 
 
 @torch.inference_mode()

@@ -18,16 +18,17 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from bench.parts.environment import describe_run
-from bench.parts.interruption import Interruption
 from bench.parts.load_generator import (
     Ending,
     Pass,
@@ -40,15 +41,22 @@ from bench.parts.load_generator import (
 )
 from bench.parts.options import DEFAULT_CONCURRENCY, ReplayOptions, parse_options
 from bench.parts.progress import progress
-from bench.parts.public_registration import PublicTokens, public_tokens, registered_prefixes
 from bench.parts.report import MIN_COMPARED, Summary, build_comparison, format_table, summarize
 from bench.parts.result_file import write_json
-from bench.parts.reusable_tokens import count_reusable_tokens
 from bench.parts.server_process import ServerProcess, serve_command
-from bench.parts.time_budget import TimeBudget
-from bench.parts.workloads import WorkItem, median_prompt_tokens, spread_order, unrelated_prompts
+from bench.parts.workloads import (
+    PublicTokens,
+    WorkItem,
+    count_reusable_tokens,
+    median_prompt_tokens,
+    public_tokens,
+    spread_order,
+    unrelated_prompts,
+)
 from radixkv.errors import ConfigError, RadixKVError
+from radixkv.service.client.requests import prompt_request
 from radixkv.v1 import cache_pb2, prefill_pb2
+from radixkv.v1.cache_pb2_grpc import CacheServiceStub
 
 _CONNECT_TIMEOUT_S = 20.0
 _START_TIMEOUT_S = 180.0
@@ -60,6 +68,68 @@ _START_SHARE = 0.6
 _WARM_UP_SHARE = 0.15
 _WITH_CACHE_SHARE = 0.35
 _WITHOUT_CACHE_SHARE = 0.8
+
+
+class TimeBudget:
+    """The time from the construction of this object to a limit.
+
+    Args:
+        limit_s: seconds; None for no limit.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._end_s = None if limit_s is None else time.monotonic() + limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the limit, at least 0; infinite without a limit."""
+        return float("inf") if self._end_s is None else max(0.0, self._end_s - time.monotonic())
+
+    def share_s(self, share: float, max_s: float = float("inf")) -> float:
+        """Return a share of the seconds left, or `max_s` if that is less; infinite without any limit."""
+        return min(share * self.left_s, max_s)
+
+
+class Interruption:
+    """Ends a measurement early on SIGINT or SIGTERM.
+
+    The first signal sets `event` and restores the previous handlers, so that a second signal can end the process.
+
+    Attributes:
+        signal_number: the first signal that arrived; None if none did.
+        event: set when the first signal arrives.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self.event = asyncio.Event()
+
+    @property
+    def name(self) -> str | None:
+        """Name of the signal that arrived, such as SIGINT; None if none did."""
+        return None if self.signal_number is None else signal.Signals(self.signal_number).name
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle both signals inside a `with` statement. Must be called in an event loop of the main thread."""
+        loop = asyncio.get_running_loop()
+        previous_handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def restore() -> None:
+            for number, handler in previous_handlers.items():
+                signal.signal(number, handler)
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self.signal_number = number
+            loop.call_soon_threadsafe(self.event.set)
+            restore()
+
+        for number in previous_handlers:
+            signal.signal(number, on_signal)
+        try:
+            yield
+        finally:
+            restore()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +255,7 @@ async def measure(
             stats_before = await _read_stats(channel)
             tenant = f"replay-{secrets.token_hex(4)}"
             _note(options, f"{options.describe_workload(items)}; {options.describe_traffic()}")
-            async with registered_prefixes(channel, public, options.timeout_s):
+            async with _registered_prefixes(channel, public, options.timeout_s):
                 max_s = sending_limit_s(budget.share_s(1 if options.baseline_requests == 0 else _WITH_CACHE_SHARE))
                 traffic = traffic_of(tenant, use_cache=True, max_s=max_s)
                 with show_progress("with cache", len(items), limit_s=traffic.limit_s) as on_answer:
@@ -318,14 +388,41 @@ async def _warm_up(
         await replay(call, batch, [build_message(item.token_ids) for item in batch], traffic, stop=stop)
 
 
-async def _read_stats(channel: grpc.aio.Channel) -> cache_pb2.StatsResponse | None:
-    call = channel.unary_unary(
-        "/radixkv.v1.CacheService/Stats",
-        request_serializer=cache_pb2.StatsRequest.SerializeToString,
-        response_deserializer=cache_pb2.StatsResponse.FromString,
-    )
+@contextlib.asynccontextmanager
+async def _registered_prefixes(
+    channel: grpc.aio.Channel, public: PublicTokens, timeout_s: float
+) -> AsyncIterator[None]:
+    """Register prefixes, and unregister them at the end.
+
+    Raises:
+        ConfigError: the server refuses a prefix.
+    """
+    cache: Any = CacheServiceStub(channel)  # type: ignore[no-untyped-call]
+    run_id = secrets.token_hex(4)
+    names: list[str] = []
     try:
-        answer: cache_pb2.StatsResponse = await call(cache_pb2.StatsRequest(), timeout=_CONNECT_TIMEOUT_S)
+        for (adapter, _), prefix in public.items():
+            name = f"replay-{run_id}-{len(names)}"
+            try:
+                await cache.RegisterPublicPrefix(
+                    prompt_request(cache_pb2.RegisterPublicPrefixRequest, prefix, name=name, adapter=adapter),
+                    timeout=timeout_s,
+                )
+            except grpc.aio.AioRpcError as error:
+                raise ConfigError(f"--public-prefix: {error.code().name}: {error.details()}") from error
+            names.append(name)
+        yield
+    finally:
+        for name in names:
+            with contextlib.suppress(grpc.aio.AioRpcError):  # a server that has stopped has no prefixes
+                request = cache_pb2.UnregisterPublicPrefixRequest(name=name)
+                await cache.UnregisterPublicPrefix(request, timeout=timeout_s)
+
+
+async def _read_stats(channel: grpc.aio.Channel) -> cache_pb2.StatsResponse | None:
+    cache: Any = CacheServiceStub(channel)  # type: ignore[no-untyped-call]
+    try:
+        answer: cache_pb2.StatsResponse = await cache.Stats(cache_pb2.StatsRequest(), timeout=_CONNECT_TIMEOUT_S)
         return answer
     except grpc.aio.AioRpcError as error:
         print(f"warning: server statistics are missing: {error.code().name}", file=sys.stderr)

@@ -18,22 +18,20 @@ import argparse
 import asyncio
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
 import numpy as np
 
-from bench.parts.environment import describe_run
 from bench.parts.null_service import NEXT_TOKEN_ID, VOCAB_SIZE
 from bench.parts.report import distribution
-from bench.parts.result_file import write_json
-from bench.parts.server_process import ServerProcess
+from bench.parts.result_file import write_result
+from bench.parts.server_process import ServerProcess, echo_command, null_service_command
 from radixkv.service.cli.argument_types import positive
 from radixkv.service.token_ids import write_token_ids
 from radixkv.v1 import prefill_pb2
@@ -47,11 +45,8 @@ _VARINT_BYTES = 16  # lengths of responses may differ by so much, because varint
 Row = dict[str, Any]
 
 
-class SendCall(Protocol):
-    """Sends a serialized request."""
-
-    def __call__(self, request: bytes, /, *, timeout: float) -> Awaitable[bytes]:
-        """Send the request. Returns the serialized response."""
+SendCall = Callable[..., Awaitable[bytes]]
+"""Sends a serialized request: `call(request, timeout=seconds)`. Returns the serialized response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +181,9 @@ async def run(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     async with AsyncExitStack() as channels:
         with ExitStack() as processes:
-            settings = [argument for setting in options.settings for argument in ("--set", setting)]
-            service = await _start(processes, channels, ["engine", *settings])
+            service = await _start(processes, channels, null_service_command(options.settings))
             answer = await service.call(Requests(options.tokens[0], options.seed).hit(), timeout=_TIMEOUT_S)
-            endpoints = {"service": service, "echo": await _start(processes, channels, ["echo", answer.hex()])}
+            endpoints = {"service": service, "echo": await _start(processes, channels, echo_command(answer))}
             for num_tokens, kind, concurrency in _cases(options):
                 requests = Requests(num_tokens, options.seed + len(rows))
                 await check(service, endpoints["echo"], requests, num_tokens)
@@ -205,8 +199,8 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[int, str, int]]:
     return itertools.product(options.tokens, options.kinds, options.concurrency)
 
 
-async def _start(processes: ExitStack, channels: AsyncExitStack, arguments: list[str]) -> Endpoint:
-    process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", *arguments])
+async def _start(processes: ExitStack, channels: AsyncExitStack, command: list[str]) -> Endpoint:
+    process = ServerProcess(command)
     address = processes.enter_context(process)
     options = [("grpc.enable_http_proxy", 0)]  # a proxy would add its own latency
     channel = await channels.enter_async_context(grpc.aio.insecure_channel(address, options=options))
@@ -257,10 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     print(_HEADING)
     rows = asyncio.run(run(options))
-    if options.json:
-        keys = ("rounds", "seconds", "seed", "settings")
-        parameters = {key: getattr(options, key) for key in keys}
-        write_json(options.json, {"rows": rows, **parameters, **describe_run("bench.rpc", arguments)})
+    parameters = {key: getattr(options, key) for key in ("rounds", "seconds", "seed", "settings")}
+    write_result(options.json, "bench.rpc", arguments, {"rows": rows, **parameters})
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
@@ -156,12 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{shared / apart:15.2f} {shared / fused:15.2f}",
             flush=True,
         )
-    if options.json:
-        shape = dict(zip(("num_query_heads", "num_kv_heads", "head_dim"), options.heads, strict=True))
-        write_json(
-            options.json,
-            {"rows": rows, **shape, "own_tokens": options.own, **describe_run("bench.shared_prefix", arguments)},
-        )
+    shape = dict(zip(("num_query_heads", "num_kv_heads", "head_dim"), options.heads, strict=True))
+    result = {"rows": rows, **shape, "own_tokens": options.own}
+    write_result(options.json, "bench.shared_prefix", arguments, result)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.errors import ConfigError
 from radixkv.service.cli.argument_types import positive
@@ -169,8 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{statistics.median(waits_s):.2f} s in the median, {waits_s[-1]:.2f} at most; over two steps and "
         f"{samples[0].alone_s:.2f} s alone: {result['over_two_steps_and_alone']}"
     )
-    if options.json:
-        write_json(options.json, {**result, **describe_run("bench.short_behind_long", arguments)})
+    write_result(options.json, "bench.short_behind_long", arguments, result)
     return 0 if max(sample.ratio for sample in samples) <= 1 else 1
 
 

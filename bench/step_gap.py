@@ -23,8 +23,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerateResult
 from radixkv.api.sampling import Sampling
@@ -157,9 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{row['ahead_ms']:10.3f} {row['after_ms']:10.3f} {row['ratio']:6.2f}",
             flush=True,
         )
-    if options.json:
-        parameters = {"steps": options.steps, "rounds": options.rounds}
-        write_json(options.json, {"rows": rows, **parameters, **describe_run("bench.step_gap", arguments)})
+    result = {"rows": rows, "steps": options.steps, "rounds": options.rounds}
+    write_result(options.json, "bench.step_gap", arguments, result)
 
 
 if __name__ == "__main__":

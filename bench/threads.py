@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.errors import ConfigError
 from radixkv.service.cli.argument_types import positive
@@ -215,8 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bench.threads: {error}", file=sys.stderr)
         return 2
     print(table(rows, settings))
-    if options.json:
-        write_json(options.json, {"rows": rows, **describe_run("bench.threads", arguments)})
+    write_result(options.json, "bench.threads", arguments, {"rows": rows})
     return 0
 
 

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
@@ -31,7 +30,7 @@ from radixkv.namespace import Namespace
 from radixkv.planning.trace import load_trace, prompt_tokens
 
 if TYPE_CHECKING:
-    from bench.parts.peers.sglang_tree import SglangTree
+    from bench.parts.peers.sglang import SglangTree
 
 _NAMESPACE = Namespace("bench")
 _VOCAB_SIZE = 2**31 - 1
@@ -51,10 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         gc.enable()
     print(_table(report))
-    if options.json:
-        report |= describe_run("bench.tree", arguments)
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, report)
+    write_result(options.json, "bench.tree", arguments, report)
     return 0
 
 
@@ -224,7 +220,7 @@ def measure_sglang_evict(num_leaves: int, make_tree: Callable[[int], SglangTree]
 
 
 def _sglang_trees(wheel: Path) -> dict[str, Callable[[int], SglangTree]]:
-    from bench.parts.peers.sglang_tree import SglangPythonTree, SglangRustTree
+    from bench.parts.peers.sglang import SglangPythonTree, SglangRustTree
 
     return {"sglang": partial(SglangRustTree, wheel), "sglang_python": partial(SglangPythonTree, wheel)}
 

@@ -34,9 +34,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.parts.environment import describe_run
 from bench.parts.peers.environments import RECIPES, Environments, Recipe
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.config.cache_directory import cache_directory
 
 _ROOT = Path(__file__).parents[1]
@@ -265,8 +264,7 @@ def main() -> int:
         worker.close()
     result = {"restart": restart, "kill": kill}
     print(json.dumps(result, indent=2))
-    if arguments.json:
-        write_json(arguments.json, {**describe_run("bench.vllm_tier"), "vllm": _VLLM.requirements[0], **result})
+    write_result(arguments.json, "bench.vllm_tier", None, {"vllm": _VLLM.requirements[0], **result})
     return int(has_wrong_answers(restart, kill))
 
 

@@ -19,10 +19,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.parts.environment import describe_run
 from bench.parts.peers.process_tree import resident_bytes
 from bench.parts.report import distribution
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.service.client import Client
 
@@ -65,11 +64,6 @@ def run_callers(address: str, num_callers: int) -> Iterator[tuple[int, int]]:
             process.kill()
 
 
-def resident_mib(pid: int) -> float | None:
-    """Return the resident memory of a process in MiB; None if it has ended, or without /proc."""
-    return resident_bytes([pid]) / 2**20 or None
-
-
 def prefill_times_ms(client: Client, num_prompts: int, num_tokens: int, rng: random.Random) -> list[float]:
     """Prefill new prompts one after another. Returns the time of each."""
     times_ms = []
@@ -91,7 +85,7 @@ def measure(options: argparse.Namespace) -> list[EventMeasurement]:
         for num_callers in (0, options.readers, options.callers):
             with run_callers(address, num_callers) as (accepted, refused):
                 times_ms = prefill_times_ms(client, options.requests, options.tokens, rng)
-                server_mib = resident_mib(server.pid or 0)
+                server_mib = resident_bytes([server.pid]) / 2**20 or None
                 passes.append(EventMeasurement(num_callers, accepted, refused, distribution(times_ms), server_mib))
     return passes
 
@@ -118,9 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p50, p99 = each.ttft_ms["p50"] or float("nan"), each.ttft_ms["p99"] or float("nan")
         server_mib = each.server_mib or float("nan")
         print(f"{each.callers:7} {each.accepted:9} {each.refused:8} {p50:12.1f} {p99:12.1f} {server_mib:11.0f}")
-    if options.json:
-        result = {"requests": options.requests, "tokens": options.tokens, "passes": [asdict(each) for each in passes]}
-        write_json(options.json, {**result, **describe_run("bench.events", arguments)})
+    result = {"requests": options.requests, "tokens": options.tokens, "passes": [asdict(each) for each in passes]}
+    write_result(options.json, "bench.events", arguments, result)
     return 0
 
 

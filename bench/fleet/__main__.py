@@ -20,8 +20,7 @@ from typing import Any
 
 from bench.fleet.agents import agents_trace
 from bench.fleet.decision import time_decisions
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.planning.fleet_simulation import Fleet, FleetSimulation, simulate_fleet
 from radixkv.planning.simulate import simulate
 from radixkv.planning.trace import TraceRequest, load_trace
@@ -64,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, requests in traces.items():
         rows += _simulate(name, requests[: options.limit], options)
     decision_rows = [_time_case(block_size, prompt_tokens, options) for block_size, prompt_tokens in _DECISIONS]
-    if options.json is not None:
-        write_json(options.json, {**describe_run("bench.fleet", arguments), "rows": rows, "decisions": decision_rows})
+    write_result(options.json, "bench.fleet", arguments, {"rows": rows, "decisions": decision_rows})
     return int(any(row["is_missed"] for row in rows))
 
 

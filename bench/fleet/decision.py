@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.fleet.replica_blocks import ReplicaBlocks
 from radixkv.api.events import AllCleared, BlocksRemoved, BlocksStored, EventBatch, SnapshotPart
 from radixkv.events.block_identity import Identities
 from radixkv.namespace import Namespace
@@ -82,6 +81,48 @@ class ConversationPrompts:
         draw = np.random.default_rng((self._seed, conversation))
         own = draw.integers(2**32, size=self._own_tokens + num_turns * _NEW_TOKENS, dtype=np.uint32)
         return np.concatenate((self._system, own)).tobytes()
+
+
+class ReplicaBlocks:
+    """The simulated cache of a replica: hashes of the blocks of conversations.
+
+    The common system prompt, which is never evicted, is left out. Blocks are evicted as in a cache: the least recently
+    used conversation first, from its end.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: dict[int, list[int]] = {}  # by conversation; the least recently used conversation comes first
+
+    @property
+    def conversations(self) -> list[int]:
+        """The conversations with at least one cached block."""
+        return list(self._hashes)
+
+    def hold(self, conversation: int, hashes: Sequence[int]) -> list[int]:
+        """Use a conversation. Afterwards all its blocks are cached.
+
+        Args:
+            conversation: its number.
+            hashes: the hashes of its blocks; those that are cached already come first.
+
+        Returns:
+            The hashes of the new blocks.
+        """
+        cached = self._hashes.pop(conversation, [])
+        self._hashes[conversation] = list(hashes)
+        return list(hashes[len(cached) :])
+
+    def evict(self, num_blocks: int) -> list[int]:
+        """Evict up to this many blocks, but none of the most recently used conversation. Returns their hashes."""
+        evicted: list[int] = []
+        while len(evicted) < num_blocks and len(self._hashes) > 1:
+            conversation, hashes = next(iter(self._hashes.items()))
+            num_kept = max(0, len(hashes) - (num_blocks - len(evicted)))
+            evicted += reversed(hashes[num_kept:])
+            del hashes[num_kept:]
+            if not hashes:
+                del self._hashes[conversation]
+        return evicted
 
 
 def time_decisions(

@@ -24,8 +24,7 @@ from typing import Any
 import grpc
 
 from bench.fleet.bare_stream import METHOD
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.service.client import Client, KVSource
 
@@ -58,10 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{answers['prompt_tokens']} fetched\nFetchKV {speeds['fetch_kv_mb_per_s']:.0f} MB/s, a bare stream "
         f"{speeds['bare_mb_per_s']:.0f} MB/s: {ratio:.2f}"
     )
-    if args.json is not None:
-        write_json(
-            args.json, {**describe_run("bench.fleet.decode_elsewhere", arguments), **answers, **speeds, "ratio": ratio}
-        )
+    write_result(args.json, "bench.fleet.decode_elsewhere", arguments, {**answers, **speeds, "ratio": ratio})
     return int(answers["different"] > 0)
 
 

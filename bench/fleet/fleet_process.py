@@ -76,5 +76,4 @@ class FleetProcess:
                     return
 
     def _pids(self) -> set[int]:
-        pid = self._process.pid
-        return set() if pid is None else descendants(pid)
+        return descendants(self._process.pid)

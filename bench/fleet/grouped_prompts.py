@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from bench.parts.report import distribution
 from radixkv.service.client import Client
 
 _VOCABULARY = 500
@@ -42,7 +42,7 @@ class Geometry:
     question_tokens: int
     new_tokens: int
 
-    def make_prompts(self, seed: int = 0) -> list[list[int]]:
+    def make_prompts(self, seed: int | str = 0) -> list[list[int]]:
         """Return all prompts in the order in which they are sent: shuffled. The same seed gives the same prompts."""
         all_prompts = []
         for group in range(self.groups):
@@ -147,8 +147,6 @@ def ask_one(
 def summarize(outcomes: Sequence[PromptOutcome], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return the counts and times of a pass. Tokens and times to first token are those of answered prompts only."""
     ttfts_ms = [1e3 * each.ttft_s for each in outcomes if each.ttft_s is not None and not each.error]
-    # The 1st to the 99th percentile. `quantiles` needs two values; a single one is every percentile.
-    percentiles_ms = statistics.quantiles(ttfts_ms, n=100, method="inclusive") if len(ttfts_ms) > 1 else ttfts_ms * 99
     prompt_tokens = sum(len(prompt) for each, prompt in zip(outcomes, prompts, strict=True) if not each.error)
     cached_tokens = sum(each.cached_tokens for each in outcomes if not each.error)
     return {
@@ -157,11 +155,7 @@ def summarize(outcomes: Sequence[PromptOutcome], prompts: Sequence[Sequence[int]
         "prompt_tokens": prompt_tokens,
         "cached_tokens": cached_tokens,
         "token_hit_rate": cached_tokens / max(1, prompt_tokens),
-        "ttft_ms": (
-            {"p50": percentiles_ms[49], "p99": percentiles_ms[98], "mean": statistics.fmean(ttfts_ms)}
-            if ttfts_ms
-            else None
-        ),
+        "ttft_ms": distribution(ttfts_ms) if ttfts_ms else None,
         "seconds": max((each.sent_s + each.total_s for each in outcomes), default=0.0),
     }
 

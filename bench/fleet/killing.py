@@ -22,7 +22,7 @@ def kill_one(
     before: Sequence[PromptOutcome],
     concurrency: int,
 ) -> dict[str, Any]:
-    """Send all prompts again, and kill a replica after a third of them.
+    """Send all prompts again, and kill a replica after a third of them, at the earliest after the first one.
 
     Args:
         fleet: the running fleet.
@@ -50,7 +50,7 @@ def kill_one(
     watcher = threading.Thread(target=watch)
 
     def on_outcome(num_ended: int) -> None:
-        if num_ended == len(prompts) // 3:
+        if num_ended == max(1, len(prompts) // 3):
             kill_times_s.append(time.monotonic())
             fleet.kill(victim)
             watcher.start()

@@ -32,8 +32,7 @@ from typing import Any
 from bench.fleet.fleet_process import FleetProcess
 from bench.fleet.grouped_prompts import Geometry, PromptOutcome, random_arrivals, run_pass, summarize
 from bench.fleet.killing import MAX_RESTART_S, format_kill, kill_one
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.errors import ConfigError
 from radixkv.service.cli.argument_types import positive, positive_number
 from radixkv.service.client import Client
@@ -66,17 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_right = kill_result is not None and not (
         kill_result["wrong_answers"] or kill_result["failed_before_first_token"]
     )
-    if options.json is not None:
-        write_json(
-            options.json,
-            {
-                **describe_run("bench.fleet.real", arguments),
-                "rows": rows,
-                "ratios": ratios(rows),
-                "kill": kill_result,
-                "costs": costs,
-            },
-        )
+    result = {"rows": rows, "ratios": ratios(rows), "kill": kill_result, "costs": costs}
+    write_result(options.json, "bench.fleet.real", arguments, result)
     return int(not is_right or any(row["errors"] for row in rows))
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import random
 import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
@@ -22,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.fleet.grouped_prompts import Geometry
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.events.block_identity import Identities
 from radixkv.namespace import Namespace
@@ -38,7 +37,6 @@ from radixkv.service.fleet.event_subscription import EventSubscription
 from radixkv.v1 import events_pb2
 
 _EVENT_BLOCK_TOKENS = 16  # the default of `events.block_size`
-_VOCABULARY = 500
 _NAMESPACE = Namespace("tiny")
 _TIMEOUT_S = 600.0
 _KNOWS_STORES = {"stores": True, "devices": False}  # by the name of the router in the result
@@ -59,9 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"computed tokens, stores over devices: {ratio:.2f}; at least {min_computed_tokens} per round must be computed"
     )
-    if options.json is not None:
-        result = {"rows": rows, "least_computed_tokens": min_computed_tokens, "ratio": ratio}
-        write_json(options.json, {**describe_run("bench.fleet.stores", arguments), **result})
+    result = {"rows": rows, "least_computed_tokens": min_computed_tokens, "ratio": ratio}
+    write_result(options.json, "bench.fleet.stores", arguments, result)
     return 0
 
 
@@ -82,27 +79,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prompts(options: argparse.Namespace, round_number: int) -> list[list[int]]:
-    """Generate the prompts of a round, in random order."""
-    draw = np.random.default_rng([options.seed, round_number])
-    prompts = []
-    for _ in range(options.groups):
-        prefix = draw.integers(_VOCABULARY, size=options.prefix_tokens).tolist()
-        questions = draw.integers(_VOCABULARY, size=(options.prompts, options.question_tokens)).tolist()
-        prompts += [[*prefix, *question] for question in questions]
-    random.Random(round_number).shuffle(prompts)
-    return prompts
-
-
 async def _measure(addresses: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure both routers once in each round. Which of them is first alternates."""
     rows = []
+    geometry = Geometry(options.groups, options.prompts, options.prefix_tokens, options.question_tokens, new_tokens=1)
     for round_number in range(options.rounds):
         names = list(_KNOWS_STORES)
         if round_number % 2 == 0:
             names.reverse()
         for name in names:
-            prompts = _prompts(options, round_number)
+            prompts = geometry.make_prompts(f"{options.seed} {round_number}")
             tokens = await _ask_all(addresses, prompts, options.concurrency, knows_stores=_KNOWS_STORES[name])
             rows.append({"router knows": name, "round": round_number, **tokens})
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)

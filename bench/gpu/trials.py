@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.gpu.dry_trial import hopper_candidates
+from bench.gpu.dry_run import hopper_candidates
 from bench.parts.result_file import write_json
 from radixkv.errors import UnsupportedModel
 from radixkv.model.attention.interface import AttentionKind, AttentionUse
@@ -82,7 +82,7 @@ def trials(names: Sequence[str], modes: Sequence[str], *, is_dry_run: bool) -> l
 
 def trial_module(*, is_dry_run: bool) -> str:
     """Return the module whose process runs a trial: the service's, or in a dry run one with Triton's interpreter."""
-    return "bench.gpu.dry_trial" if is_dry_run else "radixkv.startup.attention_trial"
+    return "bench.gpu.dry_run" if is_dry_run else "radixkv.startup.attention_trial"
 
 
 def warm_up(limit_s: float) -> None:

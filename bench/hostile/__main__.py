@@ -27,10 +27,9 @@ from bench.hostile.attacks.attack import Target
 from bench.hostile.attacks.by_name import ATTACKS
 from bench.hostile.trial import Trial, measure
 from bench.hostile.verdict import broken_bounds, format_number, memory_budget_mb
-from bench.parts.environment import describe_run
 from bench.parts.peers.workers.http_engine import free_port
-from bench.parts.result_file import write_json
-from bench.parts.server_process import ServerProcess
+from bench.parts.result_file import write_result
+from bench.parts.server_process import ServerProcess, null_service_command
 from radixkv.config import Config
 
 _HEADING = (
@@ -61,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for name in options.attacks:
         rows.append(_measure_attack(name, options))
-        if options.json:
-            write_json(options.json, {"rows": rows, **parameters, **describe_run("bench.hostile", arguments)})
+        write_result(options.json, "bench.hostile", arguments, {"rows": rows, **parameters})
     return 1 if any(row["broken"] for row in rows) else 0
 
 
@@ -70,13 +68,11 @@ def _measure_attack(name: str, options: argparse.Namespace) -> dict[str, Any]:
     attack, seconds = ATTACKS[name], options.seconds
     http_port = free_port() if attack.is_http else None
     settings = [*attack.settings, *options.settings, *([f"server.http_port={http_port}"] if http_port else [])]
-    command = [sys.executable, "-m", "bench.parts.null_service", "engine", "--vocab-size", str(attack.vocab_size)]
-    command += ["--step-ms", str(options.step_ms)]
-    command += [word for setting in settings for word in ("--set", setting)]
+    model = ("--vocab-size", str(attack.vocab_size), "--step-ms", str(options.step_ms))
+    command = null_service_command(settings, *model)
     process = ServerProcess(command)
     load_before = os.getloadavg()[0]
     with process as address, ServerProcess(command) if options.apart else contextlib.nullcontext() as second_address:
-        assert process.pid is not None, "a server that listens has a process"
         http_address = f"127.0.0.1:{http_port}" if http_port else ""
         second_target = None if second_address is None else Target(second_address, seconds)
         has_low_priority = not options.equal_priority

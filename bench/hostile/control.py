@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,9 +21,8 @@ from bench.hostile.attacks.attack import Target
 from bench.hostile.attacks.by_name import ATTACKS
 from bench.hostile.trial import calls_alone, well_behaved_calls
 from bench.hostile.verdict import MAX_P99_RATIO, format_number
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
-from bench.parts.server_process import ServerProcess
+from bench.parts.result_file import write_result
+from bench.parts.server_process import ServerProcess, echo_command
 from radixkv.v1 import prefill_pb2
 
 _DEFAULT_ATTACKS = ("stalled", "unread", "cancels")
@@ -44,17 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for name in options.attacks:
         rows.append(_measure_and_print(name, options.seconds, has_low_priority=not options.equal_priority))
-        if options.json:
-            write_json(
-                options.json,
-                {"rows": rows, "seconds": options.seconds, **describe_run("bench.hostile.control", arguments)},
-            )
+        write_result(options.json, "bench.hostile.control", arguments, {"rows": rows, "seconds": options.seconds})
 
 
 def _measure_and_print(name: str, seconds: float, *, has_low_priority: bool) -> dict[str, Any]:
-    answer = prefill_pb2.PrefillResponse(next_token_id=1).SerializeToString().hex()
-    process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "echo", answer])
-    with process as address:
+    answer = prefill_pb2.PrefillResponse(next_token_id=1).SerializeToString()
+    with ServerProcess(echo_command(answer)) as address:
         row = asyncio.run(measure(name, Target(address, seconds), has_low_priority=has_low_priority))
     alone, attacked = row["alone"], row["under_attack"]
     max_p99_ms = None if alone["p99_ms"] is None else MAX_P99_RATIO * alone["p99_ms"]

@@ -33,9 +33,8 @@ from typing import Any
 import grpc.aio
 import trustme
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
-from bench.parts.server_process import ServerProcess
+from bench.parts.result_file import write_result
+from bench.parts.server_process import ServerProcess, null_service_command
 from bench.rpc import Requests
 
 MAX_ADDED_US = 100.0
@@ -145,8 +144,7 @@ async def measure(num_rounds: int, num_calls: int) -> list[dict[str, Any]]:
 
 
 async def _start_arm(name: str, arm_credentials: ArmCredentials, processes: ExitStack, channels: AsyncExitStack) -> Arm:
-    settings = [word for setting in arm_credentials.settings[name] for word in ("--set", setting)]
-    process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine", *settings])
+    process = ServerProcess(null_service_command(arm_credentials.settings[name]))
     address = processes.enter_context(process)
     credentials, options = arm_credentials.credentials[name], [("grpc.enable_http_proxy", 0)]
     channel = (
@@ -197,9 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{row['arm']:<12} {row['calls']:>6} {row['call_us']:8.0f} {row['added_to_tls_us']:13.1f} "
             f"{row['server_cpu_us'] or 0:14.0f}"
         )
-    if options.json:
-        parameters = {"rounds": options.rounds, "calls": options.calls}
-        write_json(options.json, {"rows": rows, **parameters, **describe_run("bench.hostile.credentials", arguments)})
+    result = {"rows": rows, "rounds": options.rounds, "calls": options.calls}
+    write_result(options.json, "bench.hostile.credentials", arguments, result)
     added = [row["added_to_tls_us"] for row in rows if row["arm"] in ("token", "certificate")]
     return int(max(added) >= MAX_ADDED_US)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import aiohttp
 import grpc.aio
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from bench.hostile.attacker import AttackerProcess
 from bench.hostile.attacks.attack import Figures, Target
 from bench.parts.peers.process_tree import resident_bytes
+from bench.parts.report import distribution
 from radixkv.service.client import AsyncClient
 from radixkv.v1.cache_pb2 import StatsResponse
 
@@ -26,6 +26,9 @@ _TENANT = "well-behaved"
 _TIMEOUT_S = 60.0
 _WARM_UP_S = 1.0
 _IDLE_TIMEOUT_S = 30.0
+
+SendPrompt = Callable[[npt.NDArray[np.int64]], Awaitable[float]]
+"""Sends a prompt and waits for its answer. Returns the milliseconds of computation, 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +83,10 @@ async def well_behaved_calls(target: Target, seconds: float, seed: int) -> Laten
     steps_ms: list[float] = []
     statuses: Counter[str] = Counter()
 
-    async def call(sender: _PromptSender) -> None:
+    async def call(send: SendPrompt) -> None:
         start_s = loop.time()
         try:
-            step_ms = await sender.send(rng.integers(1, 200, _NUM_TOKENS))
+            step_ms = await send(rng.integers(1, 200, _NUM_TOKENS))
         except grpc.aio.AioRpcError as error:
             statuses[f"{error.code().name}: {error.details()}"] += 1
             return
@@ -94,63 +97,47 @@ async def well_behaved_calls(target: Target, seconds: float, seed: int) -> Laten
         took_ms.append((loop.time() - start_s) * 1000)
         steps_ms.append(step_ms)
 
-    async with _open_sender(target) as sender:
+    async with _open_sender(target) as send:
         calls = []
         for _ in range(max(1, round(seconds / _PERIOD_S))):
-            calls.append(asyncio.create_task(call(sender)))
+            calls.append(asyncio.create_task(call(send)))
             await asyncio.sleep(_PERIOD_S)
         await asyncio.gather(*calls)
+    latency_ms = distribution(took_ms)
     return Latencies(
-        p50_ms=_percentile(took_ms, 50),
-        p99_ms=_percentile(took_ms, 99),
-        step_ms=_percentile(steps_ms, 50),
+        p50_ms=latency_ms["p50"],
+        p99_ms=latency_ms["p99"],
+        step_ms=distribution(steps_ms)["p50"],
         calls=len(calls),
         refusals=len(calls) - statuses["OK"],
         statuses=dict(statuses),
     )
 
 
-class _PromptSender(Protocol):
-    """Sends prompts to a server."""
-
-    async def send(self, token_ids: npt.NDArray[np.int64]) -> float:
-        """Send a prompt, and wait for its answer. Returns the milliseconds of computation, 0 if unknown."""
-        ...
-
-
 @contextlib.asynccontextmanager
-async def _open_sender(target: Target) -> AsyncIterator[_PromptSender]:
-    if target.http_address:
-        timeout = aiohttp.ClientTimeout(_TIMEOUT_S)
-        # Each prompt has a new connection, so that it is delayed if other clients occupy the port.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            yield _HttpPromptSender(session, target.http_address)
-    else:
+async def _open_sender(target: Target) -> AsyncIterator[SendPrompt]:
+    if not target.http_address:
         async with AsyncClient(target.address) as client:
-            yield _GrpcPromptSender(client)
 
+            async def send_grpc(token_ids: npt.NDArray[np.int64]) -> float:
+                answer = await client.prefill(token_ids, tenant=_TENANT, timeout_s=_TIMEOUT_S)
+                return float(answer.timing.prefill_us / 1000)
 
-class _GrpcPromptSender:
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
+            yield send_grpc
+        return
 
-    async def send(self, token_ids: npt.NDArray[np.int64]) -> float:
-        answer = await self._client.prefill(token_ids, tenant=_TENANT, timeout_s=_TIMEOUT_S)
-        return float(answer.timing.prefill_us / 1000)
+    # Each prompt has a new connection, so that it is delayed if other clients occupy the port.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_TIMEOUT_S), connector=connector) as session:
 
+        async def send_http(token_ids: npt.NDArray[np.int64]) -> float:
+            body = {"prompt": token_ids.tolist(), "max_tokens": 1}
+            url, headers = f"http://{target.http_address}/v1/completions", {"radixkv-tenant": _TENANT}
+            async with session.post(url, json=body, headers=headers, raise_for_status=True) as response:
+                await response.read()
+            return 0.0
 
-class _HttpPromptSender:
-    def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
-        self._session = session
-        self._url = f"http://{address}/v1/completions"
-
-    async def send(self, token_ids: npt.NDArray[np.int64]) -> float:
-        body = {"prompt": token_ids.tolist(), "max_tokens": 1}
-        headers = {"radixkv-tenant": _TENANT}
-        async with self._session.post(self._url, json=body, headers=headers, raise_for_status=True) as response:
-            await response.read()
-        return 0.0
+        yield send_http
 
 
 async def calls_alone(target: Target) -> Latencies:
@@ -230,7 +217,3 @@ async def _wait_until_idle(address: str) -> float | None:
 def _is_idle(stats: StatsResponse) -> bool:
     requests = stats.requests
     return not (requests.running + requests.waiting + requests.following + stats.held_leases)
-
-
-def _percentile(values: list[float], percent: float) -> float | None:
-    return float(np.percentile(values, percent)) if values else None

@@ -19,18 +19,16 @@ import contextlib
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.modes.mode import Mode, ModeAnswer, all_modes, close, memory_bytes
+from bench.modes.mode import Mode, ModeAnswer, all_modes, memory_bytes
 from bench.modes.picture import draw_modes
 from bench.modes.traffic import TRAFFICS, ModeTraffic, traffics
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
-from radixkv.engine.engine import Engine
+from bench.parts.result_file import write_result
 from radixkv.service.cli.argument_types import positive
 
 _HEADER = (
@@ -68,8 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for traffic in _selected_traffics(options, options.documents)
         for row in _measure(traffic, options.device, options.seed, options.redis, options.mooncake)
     ]
-    if options.json is not None:
-        write_json(options.json, {**describe_run("bench.modes", arguments), "rows": rows})
+    write_result(options.json, "bench.modes", arguments, {"rows": rows})
     if options.plot is not None:
         draw_modes(options.plot, rows)
     return int(any(row["different_answers"] for row in rows))
@@ -89,10 +86,9 @@ def _measure(
         f"{traffic.name}: {traffic.documents} documents of {traffic.document_tokens:,} tokens, "
         f"{traffic.rounds} questions each, a pool of {traffic.pool_tokens:,} tokens\n{_HEADER}"
     )
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _engines(all_modes(Path(folder), redis_url, mooncake_master), traffic, device) as engines,
-    ):
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        modes = all_modes(Path(folder), redis_url, mooncake_master)
+        engines = [(mode, stack.enter_context(mode.running(traffic, device))) for mode in modes]
         vocab_size = engines[0][1].limits.vocab_size
         answers: list[list[ModeAnswer]] = [
             [mode.ask(engine, prompt, traffic.new_tokens) for mode, engine in engines]
@@ -105,17 +101,6 @@ def _measure(
             rows.append(_row(traffic, mode, mode_answers, reference_answers, memory_bytes(engine)))
             print(_format_row(rows[-1]), flush=True)
     return rows
-
-
-@contextlib.contextmanager
-def _engines(modes: Sequence[Mode], traffic: ModeTraffic, device: str) -> Iterator[list[tuple[Mode, Engine]]]:
-    with contextlib.ExitStack() as stack:
-        engines = []
-        for mode in modes:
-            engine = mode.open(traffic, device)
-            stack.callback(close, engine)
-            engines.append((mode, engine))
-        yield engines
 
 
 def _row(

@@ -23,20 +23,19 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.parts.environment import describe_run
 from bench.parts.paired_times import PromptTimes, middle_ratios
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
+from bench.parts.running_engine import running_engine
 from radixkv.api.params import PrefillParams
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
-from radixkv.startup.build_engine import build_engine
 
 _WITHOUT, _AGAIN = "no store", "no store again"
 _STORES = ("host", "disk", "host and disk")
@@ -65,15 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_different = sum(each.num_different for each in sets)
     rows = [_row(name, sets) for name in names]
     print("\n".join([_HEADER, *map(_format_row, rows), f"{num_different} answers differ"]))
-    if args.json is not None:
-        sizes = {name: getattr(args, name) for name in ("sets", "requests", "prompt_tokens", "seed")}
-        result = {
-            **describe_run("bench.modes.misses", arguments),
-            **sizes,
-            "different_answers": num_different,
-            "rows": rows,
-        }
-        write_json(args.json, result)
+    sizes = {name: getattr(args, name) for name in ("sets", "requests", "prompt_tokens", "seed")}
+    result = {**sizes, "different_answers": num_different, "rows": rows}
+    write_result(args.json, "bench.modes.misses", arguments, result)
     return int(num_different > 0)
 
 
@@ -123,24 +116,14 @@ def _start_engines(
     for name in names:
         host = [f"tiers.host_bytes={num_bytes}"] if "host" in name else []
         disk = [f"tiers.disk_path={folder / name}", f"tiers.disk_bytes={num_bytes}"] if "disk" in name else []
-        engines[name] = stack.enter_context(_running_engine([*pool, *host, *disk]))
+        engines[name] = stack.enter_context(running_engine([*pool, *host, *disk]))
     return engines
 
 
 @functools.cache
 def _block_bytes(*settings: str) -> int:
-    with _running_engine(settings) as engine:
+    with running_engine(settings) as engine:
         return engine.stats().result(_TIMEOUT_S).block_bytes
-
-
-@contextlib.contextmanager
-def _running_engine(settings: Sequence[str]) -> Iterator[Engine]:
-    engine = build_engine(Config.load(None, list(settings)))
-    engine.start()
-    try:
-        yield engine
-    finally:
-        engine.stop()
 
 
 def _ask(engine: Engine, prompt: bytes) -> tuple[int, PromptTimes]:

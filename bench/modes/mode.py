@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.modes.traffic import ModeTraffic
+from bench.parts.running_engine import running_engine
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens
 from radixkv.api.sampling import Sampling
-from radixkv.config import Config
 from radixkv.engine.engine import Engine
-from radixkv.startup.build_engine import build_engine
 from radixkv.tokens import TOKEN_BYTES
 
 _DISK_BYTES = 20_000_000_000
@@ -53,12 +53,15 @@ class Mode:
     settings: tuple[str, ...]
     ask: Callable[[Engine, bytes, int], ModeAnswer]
 
-    def open(self, traffic: ModeTraffic, device: str) -> Engine:
-        """Start an engine whose pool has the capacity that the traffic sets."""
+    @contextlib.contextmanager
+    def running(self, traffic: ModeTraffic, device: str) -> Iterator[Engine]:
+        """Run an engine with the pool that the traffic demands; at the end, delete its blocks from shared stores."""
         settings = [f"model.device={device}", f"cache.capacity_tokens={traffic.pool_tokens}", *self.settings]
-        engine = build_engine(Config.load(None, settings))
-        engine.start()
-        return engine
+        with running_engine(settings) as engine:
+            try:
+                yield engine
+            finally:
+                engine.purge().result(_TIMEOUT_S)
 
 
 def all_modes(folder: Path, redis_url: str | None = None, mooncake_master: str | None = None) -> list[Mode]:
@@ -99,12 +102,6 @@ def memory_bytes(engine: Engine) -> int:
     blocks = stats.load.blocks
     tiers = () if engine.offload is None else engine.offload.stats()
     return (blocks.total - blocks.free) * stats.block_bytes + sum(each.used_bytes or 0 for each in tiers)
-
-
-def close(engine: Engine) -> None:
-    """Stop an engine, and delete its blocks from shared stores."""
-    engine.purge().result(_TIMEOUT_S)
-    engine.stop()
 
 
 def _recompute(engine: Engine, prompt: bytes, new_tokens: int) -> ModeAnswer:

@@ -23,13 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.modes.slow_redis import SlowRedis
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
+from bench.parts.running_engine import running_engine
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
-from radixkv.config import Config
 from radixkv.engine.engine import Engine
-from radixkv.startup.build_engine import build_engine
 
 _WITHOUT = "no store"
 _MAX_RATIO, _STORE_TIMEOUT_S = 1.1, 0.5  # the timeout is that of `GuardedStore`
@@ -55,15 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if row["store"] in tiers:
             row["is_left_alone"] = not tiers[row["store"]].is_working
     print("\n".join([_HEADER, *map(_format_row, rows), f"{num_different} answers differ"]))
-    if args.json is not None:
-        sizes = {name: getattr(args, name) for name in ("requests", "prompt_tokens", "at_once", "delay_s", "seed")}
-        result = {
-            **describe_run("bench.modes.slow_store", arguments),
-            **sizes,
-            "different_answers": num_different,
-            "rows": rows,
-        }
-        write_json(args.json, result)
+    sizes = {name: getattr(args, name) for name in ("requests", "prompt_tokens", "at_once", "delay_s", "seed")}
+    result = {**sizes, "different_answers": num_different, "rows": rows}
+    write_result(args.json, "bench.modes.slow_store", arguments, result)
     return int(num_different > 0 or not all(row["is_within_bound"] for row in rows))
 
 
@@ -90,9 +82,7 @@ def _start_engines(stack: contextlib.ExitStack, delay_s: float, prompt_tokens: i
     settings = {_WITHOUT: pool, **{name: [*pool, f"tiers.redis_url={url}"] for name, url in urls.items()}}
     engines = {}
     for name, each in settings.items():
-        engine = engines[name] = build_engine(Config.load(None, each))
-        engine.start()
-        stack.callback(engine.stop)
+        engine = engines[name] = stack.enter_context(running_engine(each))
         prompt = np.arange(prompt_tokens, dtype="<u4") % engine.limits.vocab_size
         params = PrefillParams(prompt.tobytes(), read_cache=False, write_cache=False)
         engine.prefill(params).result(_TIMEOUT_S)

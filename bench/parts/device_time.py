@@ -85,7 +85,7 @@ def measure(calls: Sequence[Call], device: torch.device) -> CallTiming:
     for call in calls:
         call()
     if device.type == "cpu":
-        samples_s = [_host_s(call) for call in calls]
+        samples_s = [time_host_s(call) for call in calls]
         return CallTiming(statistics.median(samples_s) * 1e3, statistics.median(samples_s) * 1e3)
     torch.cuda.synchronize(device)
     turns = itertools.cycle(calls)  # not restarted, because the inputs that were used last are in the cache
@@ -97,7 +97,8 @@ def measure(calls: Sequence[Call], device: torch.device) -> CallTiming:
     return CallTiming(statistics.median(device_ms), host_s * 1e3 / num_samples)
 
 
-def _host_s(call: Call) -> float:
+def time_host_s(call: Call) -> float:
+    """Return the seconds that a call takes on the host."""
     start_s = time.perf_counter()
     call()
     return time.perf_counter() - start_s

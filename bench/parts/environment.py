@@ -46,7 +46,7 @@ def describe_machine() -> dict[str, object]:
         **describe_cpu(_read_text(Path("/proc/cpuinfo"))),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": _memory_gib(),
-        "gpu": _run_command(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]),
+        "gpu": output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]),
         "system": f"{platform.system()} {platform.machine()}",
     }
 
@@ -85,10 +85,10 @@ def describe_versions() -> dict[str, str | None]:
 
 def current_commit(directory: Path) -> str | None:
     """Return the commit checked out in a directory, with `-dirty` if tracked files differ; None outside git."""
-    commit = _run_command(["git", "-C", str(directory), "rev-parse", "HEAD"])
+    commit = output_of(["git", "-C", str(directory), "rev-parse", "HEAD"])
     if commit is None:
         return None
-    changes = _run_command(["git", "-C", str(directory), "status", "--porcelain", "--untracked-files=no"])
+    changes = output_of(["git", "-C", str(directory), "status", "--porcelain", "--untracked-files=no"])
     return f"{commit}-dirty" if changes else commit
 
 
@@ -110,11 +110,12 @@ def _memory_gib() -> float | None:
         return None  # the system does not report it
 
 
-def _run_command(command: list[str]) -> str | None:
+def output_of(command: Sequence[str]) -> str | None:
+    """Run a program. Returns its output; None if it is missing, fails, or blocks, as nvidia-smi may."""
     if shutil.which(command[0]) is None:
         return None
     try:
         completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMMAND_TIMEOUT_S)
-    except subprocess.TimeoutExpired:  # nvidia-smi blocks if the driver does
+    except subprocess.TimeoutExpired:
         return None
     return completed.stdout.strip() if completed.returncode == 0 else None

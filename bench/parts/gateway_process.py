@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
+from bench.parts.peers.workers.http_engine import free_port
+from bench.parts.server_process import LoggedProcess, end_of_log
 from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
 
 _POLL_PERIOD_S = 0.1
 _PAGE_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 20.0
-_SHOWN_LOG_BYTES = 4000
 
 
-class GatewayProcess:
-    """A gateway subprocess as a context manager. The process ends with the `with` statement, also after an exception.
+class GatewayProcess(LoggedProcess):
+    """A gateway subprocess, whose address in a `with` statement is its URL, `http://HOST:PORT`.
 
-    It listens on two free local ports, for requests and for metrics, and routes by cached prefixes.
+    It listens on two free local ports, for requests and for metrics, and routes by cached prefixes. It is ready when
+    every server is healthy and the tokenizer of the model is loaded.
 
     Args:
         servers: addresses of servers with `gateway.enabled`, `HOST:PORT` each.
@@ -37,52 +37,22 @@ class GatewayProcess:
     """
 
     def __init__(self, servers: Sequence[str], *, start_timeout_s: float = 120.0) -> None:
+        super().__init__(_STOP_TIMEOUT_S)
         self.metrics_url = ""
         self._servers = list(servers)
         self._start_timeout_s = start_timeout_s
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop(); a pipe could fill up
-        self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="radixkv-gateway-")
 
-    def __enter__(self) -> str:
-        """Start the gateway and wait until every server is healthy and the tokenizer of the model is loaded.
-
-        Returns:
-            Its URL, `http://HOST:PORT`.
-
-        Raises:
-            ConfigError: the package is missing, or the gateway ended, or it was not ready in time. In the last two
-                cases the message ends with the gateway's log.
-        """
-        try:
-            return self._start()
-        except BaseException:
-            self.stop()
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Send SIGTERM, wait, and kill the process after a timeout. May be called again."""
-        if self._process is not None:
-            try:
-                self._process.terminate()
-                self._process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                pass
-            finally:  # also on a second Ctrl-C
-                self._process.kill()
-                self._process.wait()
-        self._log.close()
+    def stop(self) -> int | None:
+        """As in `LoggedProcess`."""
+        status = super().stop()
         self._folder.cleanup()
+        return status
 
     def _start(self) -> str:
         if importlib.util.find_spec("smg") is None:
             raise ConfigError(missing_package("smg", "gateway"))
-        port, metrics_port = _free_ports(2)
+        port, metrics_port = free_port(), free_port()
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "smg", "launch", "--policy", "cache_aware"),
@@ -95,6 +65,7 @@ class GatewayProcess:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
+            text=True,
             start_new_session=True,
             cwd=self._folder.name,  # the model's path does not exist here, so the gateway requests the tokenizer
         )
@@ -112,10 +83,7 @@ class GatewayProcess:
         return url
 
     def _describe_failure(self, got: str) -> str:
-        end = self._log.seek(0, 2)
-        self._log.seek(max(0, end - _SHOWN_LOG_BYTES))
-        log = self._log.read().decode(errors="replace").strip() or "(nothing)"
-        return f"gateway: expected {len(self._servers)} healthy servers, got {got}; its log:\n{log}"
+        return f"gateway: expected {len(self._servers)} healthy servers, got {got}; its log:\n{end_of_log(self._log)}"
 
 
 def num_healthy_servers(url: str) -> int:
@@ -137,12 +105,3 @@ def _read_page(url: str, path: str) -> dict[str, Any]:
             return page
     except OSError:
         return {}
-
-
-def _free_ports(count: int) -> list[int]:
-    """Find distinct ports on which nothing listens now."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in listeners]
-    for each in listeners:
-        each.close()
-    return ports

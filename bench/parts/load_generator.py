@@ -7,7 +7,6 @@ import enum
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -33,13 +32,8 @@ class Ending(enum.Enum):
     INTERRUPTED = "interrupted"
 
 
-class PrefillCall(Protocol):
-    """A callable that sends one request. Awaiting the result returns the response or raises `grpc.aio.AioRpcError`."""
-
-    def __call__(
-        self, request: prefill_pb2.PrefillRequest, /, *, timeout: float
-    ) -> Awaitable[prefill_pb2.PrefillResponse]:
-        """Send."""
+PrefillCall = Callable[..., Awaitable[prefill_pb2.PrefillResponse]]
+"""Sends a request: `call(request, timeout=seconds)`. Awaiting the result may raise `grpc.aio.AioRpcError`."""
 
 
 @dataclass(frozen=True, slots=True)

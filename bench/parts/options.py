@@ -20,6 +20,7 @@ from bench.parts.workloads import (
 from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
 from radixkv.planning.trace import load_trace
+from radixkv.service.cli.argument_types import positive_number
 
 DEFAULT_CONCURRENCY = 4
 DEFAULT_REQUESTS = 1000
@@ -197,9 +198,9 @@ def _parser() -> argparse.ArgumentParser:
     trace = parser.add_argument_group("mooncake")
     trace.add_argument("--trace", type=Path, metavar="FILE", help="requests in a format of `radixkv simulate`")
     trace.add_argument("--limit", type=_integer(1), metavar="N", help="the first N requests only")
-    trace.add_argument("--scale", type=_positive, default=1.0, metavar="X", help="shorten all prompts; default 1")
+    trace.add_argument("--scale", type=positive_number, default=1.0, metavar="X", help="shorten all prompts; default 1")
     trace.add_argument("--pace", choices=("fast", "trace"), default="fast", help="trace: send at the timestamps")
-    trace.add_argument("--speedup", type=_positive, default=1.0, metavar="X", help="with --pace trace; default 1")
+    trace.add_argument("--speedup", type=positive_number, default=1.0, metavar="X", help="with --pace trace; default 1")
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument(
         "--concurrency", type=_integer(1), metavar="N", help=f"requests in flight; default {DEFAULT_CONCURRENCY}"
@@ -210,14 +211,16 @@ def _parser() -> argparse.ArgumentParser:
     traffic.add_argument(
         "--tenants", type=_integer(1), default=1, metavar="M", help="tenants, assigned in turn; default 1"
     )
-    traffic.add_argument("--rate", type=_positive, metavar="R", help="Poisson arrivals, R requests/s")
-    traffic.add_argument("--timeout-s", type=_positive, default=600.0, metavar="S", help="per request; default 600")
+    traffic.add_argument("--rate", type=positive_number, metavar="R", help="Poisson arrivals, R requests/s")
+    traffic.add_argument(
+        "--timeout-s", type=positive_number, default=600.0, metavar="S", help="per request; default 600"
+    )
     traffic.add_argument(
         "--vocab-size", type=_integer(1), default=256, metavar="N", help="token ids below N; default 256 fits any model"
     )
     traffic.add_argument(
         "--time-limit-s",
-        type=_positive,
+        type=positive_number,
         metavar="S",
         help="end the whole run, including the start of the server, within S seconds, and report what was measured",
     )
@@ -265,12 +268,5 @@ def _integer(min_value: int, max_value: int | None = None) -> Callable[[str], in
     return parse
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-    return value
-
-
 def _positive_or_inf(text: str) -> float:
-    return float("inf") if text == "inf" else _positive(text)
+    return float("inf") if text == "inf" else positive_number(text)

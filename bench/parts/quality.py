@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy, kl_div
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.training.corpus import held_out_documents
 from bench.training.tokenizer import load_tokenizer
 from radixkv.config import ModelConfig
@@ -208,8 +207,7 @@ class Command:
                 for row in measure(path, options):
                     rows.append(row)
                     print(f"{row['model']:>28}", (self.columns + _QUALITY_COLUMNS).format(**row), flush=True)
-                if options.json:
-                    write_json(options.json, {"rows": rows, **sizes, **describe_run(f"bench.{self.name}")})
+                write_result(options.json, f"bench.{self.name}", None, {"rows": rows, **sizes})
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -5,9 +5,24 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from bench.parts.environment import describe_run
+
+
+def write_result(path: Path | None, module: str, arguments: Sequence[str] | None, result: Mapping[str, Any]) -> None:
+    """Write the result of a benchmark, with the description of the run.
+
+    Args:
+        path: the value of the option `--json`, whose folder is created if it is missing; None to write nothing.
+        module, arguments: as for `describe_run`.
+        result: the values that the benchmark has measured, and the options that they depend on.
+    """
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {**result, **describe_run(module, arguments)})
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 import queue
 import re
@@ -17,7 +18,7 @@ from typing import IO
 from radixkv.errors import ConfigError
 
 _LISTENING = re.compile(r"listening on (\S+:\d+)\s*$")
-_SHOWN_STDERR_BYTES = 4000
+_SHOWN_LOG_BYTES = 4000
 
 
 def serve_command(model: str | None, device: str | None, settings: Sequence[str]) -> list[str]:
@@ -32,12 +33,88 @@ def serve_command(model: str | None, device: str | None, settings: Sequence[str]
     return command
 
 
-class ServerProcess:
-    """A server subprocess as a context manager. The process ends with the `with` statement, also after an exception.
+def null_service_command(settings: Sequence[str], *options: str) -> list[str]:
+    """Build the command that serves on a free local port with a model that takes no time; see `null_service`."""
+    command = [sys.executable, "-m", "bench.parts.null_service", "engine", *options]
+    for setting in settings:
+        command += ["--set", setting]
+    return command
 
-    The process has its own session, so Ctrl-C at the terminal reaches only the benchmark, which then stops the server
+
+def echo_command(answer: bytes) -> list[str]:
+    """Build the command of an echo server that answers each request with this serialized response."""
+    return [sys.executable, "-m", "bench.parts.null_service", "echo", answer.hex()]
+
+
+def end_of_log(log: IO[bytes]) -> str:
+    """Return the end of what a process has written to a file."""
+    num_bytes = log.seek(0, os.SEEK_END)
+    log.seek(max(0, num_bytes - _SHOWN_LOG_BYTES))
+    return log.read().decode(errors="replace").strip() or "(nothing)"
+
+
+class LoggedProcess(abc.ABC):
+    """A subprocess as a context manager. The process ends with the `with` statement, also after an exception.
+
+    The process has its own session, so Ctrl-C at the terminal reaches only the benchmark, which then stops the process
     with SIGTERM.
+
+    Args:
+        stop_timeout_s: how long the process may take to end after SIGTERM, in seconds.
     """
+
+    def __init__(self, stop_timeout_s: float) -> None:
+        self._stop_timeout_s = stop_timeout_s
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop(); a pipe could fill up
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> str:
+        """Start the process and wait until it is ready.
+
+        Returns:
+            Its address.
+
+        Raises:
+            ConfigError: the process cannot be started, ended, or was not ready in time. In the last two cases the
+                message ends with its log.
+        """
+        try:
+            return self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> int | None:
+        """Send SIGTERM, wait, and kill the process after a timeout. May be called again.
+
+        Returns:
+            The exit status; None if the process never started.
+        """
+        process = self._process
+        if process is not None:
+            try:
+                process.terminate()
+                process.wait(self._stop_timeout_s)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:  # also on a second Ctrl-C
+                process.kill()
+                process.wait()
+        self._log.close()
+        return None if process is None else process.returncode
+
+    @abc.abstractmethod
+    def _start(self) -> str:
+        """Set `_process` to the process, and return its address when it is ready. Raises like `__enter__`."""
+
+
+class ServerProcess(LoggedProcess):
+    """A server subprocess, whose address in a `with` statement is the `HOST:PORT` on which it listens."""
 
     def __init__(
         self,
@@ -55,35 +132,12 @@ class ServerProcess:
             stop_timeout_s: how long it may take to end after SIGTERM, in seconds.
             checkout: a checkout of radixkv to run instead of the one that is imported here.
         """
+        super().__init__(stop_timeout_s)
         self._command = list(command)
         self._checkout = checkout
         self._start_timeout_s = start_timeout_s
-        self._stop_timeout_s = stop_timeout_s
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop(); a pipe could fill up
-        self._process: subprocess.Popen[str] | None = None
         self._stdout_thread: threading.Thread | None = None
         self._addresses: queue.Queue[str | None] = queue.Queue()  # None when stdout ends
-
-    def __enter__(self) -> str:
-        """Start the server and wait until it listens.
-
-        Returns:
-            The server's address, `HOST:PORT`.
-
-        Raises:
-            ConfigError: the server cannot be started, ended, or did not listen in time. In the last two cases the
-                message ends with its stderr.
-        """
-        try:
-            return self._start()
-        except BaseException:
-            self.stop()
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
 
     @property
     def is_running(self) -> bool:
@@ -91,9 +145,10 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     @property
-    def pid(self) -> int | None:
-        """Id of the process; None before it is started."""
-        return None if self._process is None else self._process.pid
+    def pid(self) -> int:
+        """Id of the process, which must have been started."""
+        assert self._process is not None, "the process was started"
+        return self._process.pid
 
     @property
     def cpu_s(self) -> float | None:
@@ -106,29 +161,14 @@ class ServerProcess:
             return None
 
     def stop(self) -> int | None:
-        """Send SIGTERM, wait, and kill the process after a timeout. May be called again.
-
-        Returns:
-            The exit status; None if the server never started.
-        """
-        process = self._process
-        if process is None:
-            self._stderr.close()
-            return None
-        try:
-            process.terminate()
-            process.wait(self._stop_timeout_s)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:  # also on a second Ctrl-C
-            process.kill()
-            process.wait()
+        """As in `LoggedProcess`."""
+        status = super().stop()
         if self._stdout_thread is not None:
             self._stdout_thread.join()
-        assert process.stdout is not None
-        process.stdout.close()
-        self._stderr.close()
-        return process.returncode
+        if self._process is not None:
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+        return status
 
     def _start(self) -> str:
         try:
@@ -136,7 +176,7 @@ class ServerProcess:
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=self._stderr,
+                stderr=self._log,
                 text=True,
                 start_new_session=True,
                 cwd=self._checkout,
@@ -165,7 +205,4 @@ class ServerProcess:
         self._addresses.put(None)
 
     def _describe_failure(self, got: str) -> str:
-        num_bytes = self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, num_bytes - _SHOWN_STDERR_BYTES))
-        stderr = self._stderr.read().decode(errors="replace").strip() or "(nothing)"
-        return f"server: expected `listening on HOST:PORT`, got {got}; its stderr:\n{stderr}"
+        return f"server: expected `listening on HOST:PORT`, got {got}; its stderr:\n{end_of_log(self._log)}"

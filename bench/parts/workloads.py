@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,9 +13,14 @@ import numpy.typing as npt
 
 from radixkv.errors import ConfigError
 from radixkv.planning.trace import TraceRequest, block_tokens, prompt_tokens
+from radixkv.tokens import TOKEN_BYTES, shared_bytes
 
 MAX_SEED = 2**30  # seeds of traffic are below; this one is that of `unrelated_prompts`
 _ARRIVALS_INDEX = 2**32 - 1  # no prompt has this index
+
+
+PublicTokens = dict[tuple[str, bytes], npt.NDArray[np.uint32]]
+"""The tokens of each public prefix, by the name of its adapter and its bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +118,34 @@ def spread_order(num_items: int) -> list[int]:
 def median_prompt_tokens(items: Sequence[WorkItem]) -> int:
     """Return the median length of the prompts, at least 1."""
     return int(statistics.median_high(len(item.token_ids) for item in items))
+
+
+def public_tokens(items: Sequence[WorkItem], prefix_tokens: int) -> PublicTokens:
+    """Return the distinct prefixes of a workload."""
+    prefixes = ((item.adapter, item.token_ids[:prefix_tokens]) for item in items)
+    return {(adapter, prefix.tobytes()): prefix for adapter, prefix in prefixes}
+
+
+def count_reusable_tokens(items: Sequence[WorkItem], public: PublicTokens | None = None) -> int:
+    """Count the tokens that prompts, served one by one, share with an earlier prompt of their namespace.
+
+    A cache of infinite size reuses as many. Public prefixes count as earlier than all prompts of their adapter. The
+    last token of a prompt is always computed. In sorted order, the prompt with the longest common prefix is a neighbor.
+    """
+    earlier: dict[tuple[str, str], list[bytes]] = {}
+    public_keys: defaultdict[str, list[bytes]] = defaultdict(list)
+    for (adapter, _), tokens in (public or {}).items():
+        insort(public_keys[adapter], tokens.astype(">u4").tobytes())
+    num_reusable = 0
+    for item in items:
+        key = item.token_ids.astype(">u4").tobytes()
+        earlier_keys = earlier.setdefault((item.tenant, item.adapter), public_keys[item.adapter].copy())
+        position = bisect_left(earlier_keys, key)
+        neighbors = earlier_keys[max(0, position - 1) : position + 1]
+        shared_tokens = max((shared_bytes(neighbor, key, 0) // TOKEN_BYTES for neighbor in neighbors), default=0)
+        num_reusable += min(shared_tokens, len(item.token_ids) - 1)
+        insort(earlier_keys, key)
+    return num_reusable
 
 
 def _random_tokens(seed: int, index: int, num_tokens: int, vocab_size: int) -> npt.NDArray[np.uint32]:

@@ -18,8 +18,7 @@ from typing import Any
 
 import redis
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.service.client import Client
 
@@ -44,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 client.config_set(name, setting)
     for name, number in row.items():
         print(f"{name:24} {number}")
-    if args.json is not None:
-        write_json(args.json, {**describe_run("bench.stores.recency", arguments), **row})
+    write_result(args.json, "bench.stores.recency", arguments, row)
     return 0
 
 

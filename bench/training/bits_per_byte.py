@@ -9,21 +9,53 @@ on. A bigram model keeps learning while it reads; the weights of the embedded mo
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.training.bigram import Bigram
-from bench.training.compressors import COMPRESSORS
 from bench.training.corpus import Document, held_out_documents, training_documents
 from bench.training.model_bits import model_bits
 from bench.training.tokenizer import load_tokenizer
 from radixkv.model.tiny_files import CONFIG
 from radixkv.model.tiny_model import build_tiny_model
+
+_GZIP_WINDOW = 32_768  # bytes; the maximum distance of a match in gzip
+_XZ_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]  # its window holds 64 MB
+
+
+def gzip_bits(text: bytes, before: bytes = b"") -> int:
+    """Return the bits of a text compressed by deflate at the highest level, without headers.
+
+    Args:
+        text: the text to compress.
+        before: a text that the compressor and the decompressor know; its last 32 KiB are the dictionary.
+    """
+    dictionary = before[-_GZIP_WINDOW:]
+    compressor = zlib.compressobj(9, wbits=-15, zdict=dictionary) if dictionary else zlib.compressobj(9, wbits=-15)
+    return 8 * len(compressor.compress(text) + compressor.flush())
+
+
+def xz_bits(text: bytes, before: bytes = b"") -> int:
+    """Return the bits that a text adds to a text compressed before it, by LZMA2 at the highest level, without headers.
+
+    Args:
+        text: the text to compress.
+        before: a text of up to 64 MB that compressor and decompressor know.
+    """
+    return _compressed_xz_bits(before + text) - (_compressed_xz_bits(before) if before else 0)
+
+
+def _compressed_xz_bits(text: bytes) -> int:
+    return 8 * len(lzma.compress(text, format=lzma.FORMAT_RAW, filters=_XZ_FILTERS))
+
+
+COMPRESSORS: Mapping[str, Callable[[bytes, bytes], int]] = {"gzip -9": gzip_bits, "xz -9e": xz_bits}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +124,7 @@ def main() -> None:
         training = "after the training text" if row.knows_training_text else "alone"
         by_title = ", ".join(f"{title} {bits:.3f}" for title, bits in row.bits_per_byte.items())
         print(f"{row.predictor:>16} {training:>24}: {row.all:.3f} bits per byte ({by_title})", flush=True)
-    if options.json:
-        write_json(
-            options.json, {"rows": [asdict(row) for row in rows], **describe_run("bench.training.bits_per_byte")}
-        )
+    write_result(options.json, "bench.training.bits_per_byte", None, {"rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

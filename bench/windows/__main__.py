@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
 from radixkv.cache.prefix_cache import PrefixCache
@@ -204,8 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"  {row['prompt']:24} {row['cached_tokens']:6} cached, {row['one_pool_cached_tokens']:6} with one "
                 f"pool, {row['most_needed_blocks']:3} blocks needed  {row['miss_reason']}"
             )
-    if options.json:
-        write_json(options.json, {"rows": results, **describe_run("bench.windows", arguments)})
+    write_result(options.json, "bench.windows", arguments, {"rows": results})
 
 
 if __name__ == "__main__":

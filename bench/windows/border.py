@@ -16,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.windows.traffic import TRAFFICS, Traffic
 from radixkv.cache.lease import Lease
 from radixkv.cache.part_memory import PartMemory
@@ -114,10 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         reused |= {"before": before[key]} if key in before else {}
         rows.append({"traffic": key, "window": traffic.shape.window, "reused": reused})
         print(f"{key:58}", ", ".join(f"{layout} {share:.3f}" for layout, share in reused.items()), flush=True)
-    if options.json:
-        write_json(
-            options.json, {"rows": rows, "seeds": options.seeds, **describe_run("bench.windows.border", arguments)}
-        )
+    write_result(options.json, "bench.windows.border", arguments, {"rows": rows, "seeds": options.seeds})
 
 
 def _defaults_of(result: Path) -> dict[str, float]:

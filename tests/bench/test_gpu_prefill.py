@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,7 @@ import torch
 
 from bench import gpu_prefill
 from bench.exactness import build_runner
-from bench.gpu import prefill_bench
-from bench.gpu.prefill_bench import PrefillBench
-from bench.gpu_prefill import main
+from bench.gpu_prefill import PrefillBench, main
 from bench.parts.device_time import DeviceRates
 from bench.parts.peers.transformers_prefix import Tokens, TransformersPrefix
 from radixkv.compute.runner import Runner
@@ -67,7 +67,7 @@ def test_the_time_of_a_hit_is_reported_before_any_other_variant(bench: PrefillBe
 
 
 def test_a_long_suffix_is_also_computed_in_short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_bench, "_SHORT_STEP_TOKENS", 32)
+    monkeypatch.setattr(gpu_prefill, "_SHORT_STEP_TOKENS", 32)
     runner = build_runner("tiny", 1, torch.float32, torch.device("cpu"), 1024, is_exact=True)
     bench = PrefillBench(runner, 200, step_tokens=512, rates=DeviceRates(1e12, 1e9))
     tokens_of_steps: list[int] = []
@@ -126,7 +126,7 @@ def test_a_prompt_reuses_only_its_prefix(bench: PrefillBench) -> None:
 
 def test_a_hit_that_changes_the_answer_is_not_timed(bench: PrefillBench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert measure(bench, 9, 77)["is_right"]
-    monkeypatch.setattr(prefill_bench, "_difference", lambda *_: 1e-6)
+    monkeypatch.setattr(gpu_prefill, "_difference", lambda *_: 1e-6)
     row = measure(bench, 9, 77)
     assert row == {"is_right": False, "error": 1e-6, "reason": "the cache changes the answer: off by 1e-06"}
 
@@ -194,3 +194,20 @@ def test_a_mode_that_is_refused_fails_its_rows_and_no_others(tmp_path: Path, mon
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert [row["is_right"] for row in rows] == [True] * 4 + [False] * 4
     assert rows[4]["reason"] == "ConfigError: not on this device"
+
+
+def test_a_row_that_fails_after_it_was_printed_is_printed_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail_after_two_measurements(*_: object) -> Iterator[dict[str, Any]]:
+        yield {"is_right": True, "ttft_ms": 1.0, "weights_ratio": 2.0}
+        yield {"recompute_ms": 3.0, "recompute_ratio": 3.0}
+        raise RuntimeError("no memory")
+
+    fake_bench = SimpleNamespace(weights_ms=0.5, measure=fail_after_two_measurements)
+    monkeypatch.setattr(gpu_prefill, "_make_bench", lambda *_: fake_bench)
+    assert main(["--dry-run", "--modes", "fast", "--suffixes", "5", "--prefixes", "130"]) == 1
+    first, variant, failure = capsys.readouterr().out.splitlines()[2:]
+    assert first.split() == ["fast", "5", "130", "1.00", "2.00"]
+    assert variant.split()[0] == "recompute"
+    assert failure.endswith("FAILED  RuntimeError: no memory")

@@ -20,9 +20,9 @@ from bench.parts.attention_inputs import (
     make_inputs,
     worst_error,
 )
-from bench.parts.copy_inputs import TokenWrites
 from bench.parts.device_time import measure
-from bench.parts.peers.sglang_attention import load_extend_attention
+from bench.parts.kernel_inputs import TokenWrites
+from bench.parts.peers.sglang import load_extend_attention
 from radixkv.kernels import reference
 from radixkv.kernels.scoring import Scoring
 

@@ -44,19 +44,9 @@ def test_working_engines_are_compared_and_others_are_reported(
     fake_engines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, plot = tmp_path / "peers.json", tmp_path / "peers.svg"
-    arguments = [
-        "--quick",
-        "--rows",
-        "warm",
-        "demo-4",
-        "--dtypes",
-        "float32",
-        "--threads",
-        "1",
-        "--cache",
-        str(tmp_path),
-    ]
+    arguments = ["--quick", "--rows", "warm", "demo-4", "--dtypes", "float32", "--threads", "1"]
     arguments += ["--engines", "radixkv", "openvino", "vllm", "transformers", "transformers-batching"]
+    arguments += ["--cache", str(tmp_path)]
     assert peers.main([*arguments, "--json", str(file), "--plot", str(plot)]) == 1
     result = json.loads(file.read_text(encoding="utf-8"))
     warm, demo = result["rows"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -18,11 +19,11 @@ import grpc
 import pytest
 
 import bench.replay
-from bench.parts import reusable_tokens
+from bench.parts import workloads
 from bench.parts.load_generator import CallOutcome, Pass
 from bench.parts.options import parse_options
 from bench.parts.workloads import WorkItem
-from bench.replay import choose_baseline, main
+from bench.replay import Interruption, choose_baseline, main
 from radixkv.v1 import prefill_pb2
 from tests.bench.fake_service import FakeService, FaultInjector, serving
 from tests.cache.walk.reusable_tokens import count_reusable_tokens
@@ -296,6 +297,29 @@ def test_a_signal_ends_a_pass_and_the_results_so_far_are_reported(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_ends_a_measurement_and_the_previous_handler_gets_the_second(
+    signal_number: signal.Signals,
+) -> None:
+    handled: list[int] = []
+
+    async def run() -> None:
+        interruption = Interruption()
+        with interruption.handled():
+            assert interruption.name is None
+            signal.raise_signal(signal_number)
+            await interruption.event.wait()
+            assert (interruption.name, handled) == (signal_number.name, [])
+            signal.raise_signal(signal_number)
+            assert handled == [signal_number]
+
+    previous_handler = signal.signal(signal_number, lambda received_number, _: handled.append(received_number))
+    try:
+        asyncio.run(run())
+    finally:
+        signal.signal(signal_number, previous_handler)
+
+
 def test_requests_take_turns_with_adapters_and_tenants() -> None:
     options = parse_options([*SMALL, "--adapters", "3", "--tenants", "2"])
     items = options.build_items()
@@ -309,7 +333,7 @@ def test_requests_take_turns_with_adapters_and_tenants() -> None:
         sum(count_reusable_tokens([item.token_ids for item in items_of_namespace]))
         for items_of_namespace in by_namespace.values()
     ]
-    assert reusable_tokens.count_reusable_tokens(items) == sum(reusable_by_namespace) > 0
+    assert workloads.count_reusable_tokens(items) == sum(reusable_by_namespace) > 0
 
 
 def test_public_prefixes_count_as_reusable_for_every_tenant() -> None:
@@ -317,5 +341,5 @@ def test_public_prefixes_count_as_reusable_for_every_tenant() -> None:
     items = options.build_items()
     public = bench.replay.public_tokens_of(options, items)
     assert {adapter for adapter, _ in public} == {"bench-0", "bench-1"}
-    assert reusable_tokens.count_reusable_tokens(items, public) > reusable_tokens.count_reusable_tokens(items)
-    assert reusable_tokens.count_reusable_tokens(items, public) >= len(items) * options.prefix_tokens
+    assert workloads.count_reusable_tokens(items, public) > workloads.count_reusable_tokens(items)
+    assert workloads.count_reusable_tokens(items, public) >= len(items) * options.prefix_tokens

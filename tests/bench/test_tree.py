@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bench.tree
-from bench.parts.peers.sglang_tree import SglangPythonTree
+from bench.parts.peers.sglang import SglangPythonTree
 from bench.tree import main
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.namespace import Namespace

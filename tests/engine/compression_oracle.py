@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import avg_pool1d
 from transformers import DynamicCache, PreTrainedModel
 
-from bench.parts.peers.cache_keyword import cache_keyword
 from radixkv.api.compression import Compression, CompressionPolicy
+from radixkv.integrations.transformers.model_requirements import cache_name
 
 _H2O_QUERIES = 64  # H2O weighs the entries of a prompt by the attention of at most this many of its last queries
 
@@ -26,7 +26,7 @@ def oracle_logits(model: PreTrainedModel, ids: list[int], answer: list[int], com
     """Return the logits after the prompt and after each token of an answer but its last, `[num_answer, vocab_size]`."""
     with torch.inference_mode():
         cache = DynamicCache(config=model.config)
-        cached = {cache_keyword(model): cache}
+        cached = {cache_name(model): cache}
         out = model(torch.tensor([ids]), use_cache=True, output_attentions=True, **cached)
         rows = [out.logits[0, -1]]
         layers = [_compress_prompt(weights[0], cache, compression) for weights in out.attentions]

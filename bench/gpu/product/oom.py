@@ -30,7 +30,7 @@ _TOLERATED_SHARE = 0.005  # by which the free share may be smaller
 
 _REMAINING_MIB = 200  # of the device's memory, which the other process does not take
 _NUM_PROMPTS, _PROMPT_TOKENS, _DRY_PROMPT_TOKENS = 8, 2048, 128
-_TOLERANCE = 0.1  # maximum error of logits in bfloat16, relative to their norm; see bench/gpu/prefill_bench.py
+_TOLERANCE = 0.1  # maximum error of logits in bfloat16, relative to their norm; see bench/gpu_prefill.py
 SMALLER_STEP = "no memory for a step"  # a message in the engine's log; `test_product.py` checks that it exists
 
 # The process that takes the device's memory, in ever smaller pieces, and keeps it until stdin ends.

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from bench.gpu.product.run_state import read_state
 from bench.parts.peers.workers.http_engine import free_port
+from bench.parts.server_process import serve_command
 
 _LISTENING = re.compile(r"^listening on (\S+:\d+)$", re.MULTILINE)
 _METRIC = re.compile(r"^([a-z_:]+(?:\{[^}]*\})?) (\S+)$", re.MULTILINE)
@@ -58,10 +58,8 @@ class ProductServer:
     ) -> ProductServer:
         """Start `radixkv serve` without waiting until it listens. Its output goes to files of the run's folder."""
         metrics_port = free_port()
-        command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", "--model", model]
-        command += ["--device", device, "--log-format", "json", "--metrics-port", str(metrics_port)]
-        for setting in settings:
-            command += ["--set", setting]
+        command = serve_command(model, device, settings)
+        command += ["--log-format", "json", "--metrics-port", str(metrics_port)]
         with _output_file(name).open("wb") as out, _log_file(name).open("wb") as log:
             process = subprocess.Popen(
                 command,

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
+from bench.parts.environment import output_of
 from bench.parts.result_file import write_json
 
 STATE_FILE = Path("product_state.json")
 TRITON_CACHE = Path("triton_cache")
-
-_NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
 def read_state(folder: Path = Path()) -> dict[str, Any]:
@@ -49,9 +47,8 @@ def num_compiled_files() -> int:
 def device_memory_mib() -> dict[str, float] | None:
     """Return the `used`, `free` and `total` MiB of the first GPU; None without one."""
     command = ["nvidia-smi", "--query-gpu=memory.used,memory.free,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_TIMEOUT_S)
-    except (OSError, subprocess.SubprocessError):
+    output = output_of(command)
+    if output is None:
         return None
-    used, free, total = (float(number) for number in done.stdout.splitlines()[0].split(","))
+    used, free, total = (float(number) for number in output.splitlines()[0].split(","))
     return {"used": used, "free": free, "total": total}

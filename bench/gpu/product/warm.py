@@ -6,7 +6,6 @@ python -m bench.gpu.product.warm --json build/warm.json
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.gpu.product.run_state import update_state, use_triton_cache
 from bench.gpu.product.stage_report import StageReport, open_report
-from bench.parts.environment import describe_versions
+from bench.parts.environment import describe_versions, output_of
 
 if TYPE_CHECKING:  # imported inside the stage, which times the import
     import torch
@@ -68,17 +67,9 @@ def _import_everything() -> dict[str, Any]:
     return {
         "seconds": time.monotonic() - start_s,
         "device": device,
-        "driver": _driver_version(),
+        "driver": output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
         "versions": describe_versions(),
     }
-
-
-def _driver_version() -> str | None:
-    try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def _run_kernel_trials(deadline_s: float, *, is_dry_run: bool) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bench.hostile.attacks import connections, deep_paths, held_leases, http, messages, operators
 from bench.hostile.attacks.attack import LARGE_POOL, Attack
-from bench.hostile.attacks.cancels import cancels
 
 _SHORT_TTL = "engine.held_lease_ttl_s=5"
 _LARGE_VOCABULARY = 151_936
@@ -29,7 +28,7 @@ ATTACKS: dict[str, Attack] = {
     "retain": Attack(operators.retain, operators.fill_prompt, LARGE_POOL, num_connections=48),
     "purge": Attack(operators.purge, operators.fill_tenants, LARGE_POOL, num_connections=48),
     "priorities": Attack(operators.watch_expiry, operators.fill_priorities, LARGE_POOL),
-    "cancels": Attack(cancels, num_connections=48),
+    "cancels": Attack(connections.cancels, num_connections=48),
     "rapid_reset": Attack(connections.rapid_reset),
     "reset_burst": Attack(connections.reset_burst),
     "broken_paths": Attack(connections.broken_paths, num_connections=100),

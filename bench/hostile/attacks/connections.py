@@ -1,14 +1,15 @@
-"""Attacks with connections: left open, never read, slow, or reset."""
+"""Attacks with connections that are left open, never read or slow, and with calls that are reset or cancelled."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections import Counter
 from collections.abc import AsyncIterator
 
 from bench.hostile.attacks.attack import Figures, Target
-from bench.hostile.attacks.flood import GENERATE, PREFILL
+from bench.hostile.attacks.flood import GENERATE, PREFILL, open_channel
 from bench.hostile.attacks.frames import CONTINUATION, HEADERS, RawConnection, frame, header_block
 from radixkv.v1 import prefill_pb2
 
@@ -19,6 +20,8 @@ _DEFAULT_WINDOW_BYTES = 65_535  # of HTTP/2
 
 _NUM_RESETS = 15_000
 _RESETS_AT_ONCE = 10
+_CANCELS_AT_ONCE = 48
+_MAX_CANCEL_DELAY_S = 0.01
 _NUM_BROKEN_PATHS = 100
 _BROKEN_PATH = b"/radixkv.v1.PrefillService/\xff"
 _STATUS_TIMEOUT_S = 5.0
@@ -114,6 +117,26 @@ async def _reset_streams(target: Target, seconds: float) -> Figures:
             connection.close()
             await reader_task
     return {"streams": num_sent, "connections": num_connections}
+
+
+async def cancels(target: Target) -> Figures:
+    """Begin calls, and cancel each within 10 ms."""
+    clock, rng = asyncio.get_running_loop().time, random.Random(3)
+    end_s = clock() + target.seconds
+    observed: Counter[str] = Counter()
+
+    async def repeat() -> None:
+        async with open_channel(target.address) as channel:
+            call = channel.unary_unary(PREFILL, None, None)
+            while clock() < end_s:
+                tokens = [rng.randrange(1, 200) for _ in range(64)]
+                running_call = call(prefill_pb2.PrefillRequest(token_ids=tokens, tenant="cancels").SerializeToString())
+                await asyncio.sleep(rng.random() * _MAX_CANCEL_DELAY_S)
+                running_call.cancel()
+                observed[(await running_call.code()).name] += 1
+
+    await asyncio.gather(*(repeat() for _ in range(_CANCELS_AT_ONCE)))
+    return dict(observed)
 
 
 async def broken_paths(target: Target) -> Figures:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -26,13 +25,6 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", -1),
 ]
-
-
-class FloodCall(Protocol):
-    """Sends a message."""
-
-    def __call__(self, message: bytes, /, *, timeout: float) -> Awaitable[bytes]:
-        """Send."""
 
 
 @contextlib.asynccontextmanager
@@ -80,7 +72,7 @@ async def send_all(address: str, path: str, messages: Iterator[bytes], num_at_on
     return dict(observed)
 
 
-async def status_of(call: FloodCall, message: bytes) -> str:
+async def status_of(call: Callable[..., Awaitable[bytes]], message: bytes) -> str:
     """Make a call, and return the name of its status."""
     try:
         await call(message, timeout=TIMEOUT_S)

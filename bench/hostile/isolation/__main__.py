@@ -17,8 +17,7 @@ from pathlib import Path
 
 from bench.hostile.isolation.cache_trials import search
 from bench.hostile.isolation.timing import audit
-from bench.parts.environment import describe_run
-from bench.parts.result_file import write_json
+from bench.parts.result_file import write_result
 from bench.parts.server_process import ServerProcess, serve_command
 
 _MIN_P = 0.01
@@ -37,9 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ServerProcess(serve_command("tiny", "cpu", [])) as address:
         timing_result = asyncio.run(audit(address, options.samples, options.seed))
     print(timing_result)
-    if options.json:
-        outcome = {"cache": dataclasses.asdict(cache_result), "timing": dataclasses.asdict(timing_result)}
-        write_json(options.json, {**outcome, **describe_run("bench.hostile.isolation", arguments)})
+    outcome = {"cache": dataclasses.asdict(cache_result), "timing": dataclasses.asdict(timing_result)}
+    write_result(options.json, "bench.hostile.isolation", arguments, outcome)
     leaks_nothing = not cache_result.cross_hits and not timing_result.cross_hits and timing_result.p_other > _MIN_P
     detects_hits = cache_result.control_hits == cache_result.controls and timing_result.p_own < _MIN_P
     return 0 if leaks_nothing and detects_hits else 1

@@ -66,6 +66,14 @@ def compare(
     }
 
 
+def by_setting(rows: Sequence[Result]) -> dict[PeerSetting, list[Result]]:
+    """Group the results of `compare` by their setting, in the order of the rows."""
+    groups: dict[PeerSetting, list[Result]] = {}
+    for row in rows:
+        groups.setdefault(PeerSetting(row["model"], row["dtype"], row["threads"]), []).append(row)
+    return groups
+
+
 def count_different(repetitions: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, int]]:
     """Count the first tokens of each engine, and those among them that differ from the most common one for the prompt.
 

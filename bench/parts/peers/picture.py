@@ -14,10 +14,8 @@ from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from bench.parts.peers.comparison import is_ours
+from bench.parts.peers.comparison import Result, by_setting, is_ours
 from bench.parts.picture import INK, QUIET, STYLE
-
-Result = dict[str, Any]
 
 _COLORS = {
     "radixkv": "#1769aa",
@@ -39,9 +37,8 @@ def draw_comparison(path: Path, rows: Sequence[Result], machine: str) -> None:
         rows: the results of `compare`.
         machine: description of the machine, shown below the title.
     """
-    settings = list(dict.fromkeys((row["model"], row["dtype"], row["threads"]) for row in rows))
-    panels = [[row for row in rows if (row["model"], row["dtype"], row["threads"]) == each] for each in settings]
-    heights = [len(panel) + 1.4 for panel in panels]
+    panels = by_setting(rows)
+    heights = [len(panel_rows) + 1.4 for panel_rows in panels.values()]
     inches = sum(heights) * _ROW_INCHES + 1.75
     with plt.rc_context({**STYLE, "svg.hashsalt": "peers"}):
         figure, axes = plt.subplots(
@@ -51,8 +48,8 @@ def draw_comparison(path: Path, rows: Sequence[Result], machine: str) -> None:
         title = "Time of each engine, as a multiple of the best peer's"
         figure.text(0.02, 1 - 0.35 / inches, title, fontsize=15, fontweight="bold", va="center")
         figure.text(0.02, 1 - 0.65 / inches, f"left is faster; {machine}", va="center", color=QUIET)
-        for axis, panel, setting in zip(axes[:, 0], panels, settings, strict=True):
-            _draw_panel(axis, panel, setting)
+        for axis, (setting, panel_rows) in zip(axes[:, 0], panels.items(), strict=True):
+            _draw_panel(axis, panel_rows, str(setting))
         engines = list(dict.fromkeys(engine for row in rows for engine in row["engines"]))
         handles = [Line2D([], [], marker="o", linestyle="", color=_color(each), label=each) for each in engines]
         handles.append(Line2D([], [], **_LIMIT_MARK, label="limit of the machine"))
@@ -63,8 +60,7 @@ def draw_comparison(path: Path, rows: Sequence[Result], machine: str) -> None:
         plt.close(figure)
 
 
-def _draw_panel(axis: Any, rows: Sequence[Result], setting: tuple[str, str, int]) -> None:
-    model, dtype, threads = setting
+def _draw_panel(axis: Any, rows: Sequence[Result], title: str) -> None:
     axis.set_xscale("log")
     axis.axvline(1, color=INK, linewidth=1)
     for position, row in enumerate(rows):
@@ -79,7 +75,7 @@ def _draw_panel(axis: Any, rows: Sequence[Result], setting: tuple[str, str, int]
             axis.plot(row["least_s"] / best_peer["wall_s"], position, **_LIMIT_MARK)
     axis.set_yticks(range(len(rows)), [row["title"] for row in rows])
     axis.set_ylim(len(rows) - 0.5, -0.5)
-    axis.set_title(f"{model}, {dtype}, {threads} thread{'s' if threads > 1 else ''}", loc="left", fontsize=10.5)
+    axis.set_title(title, loc="left", fontsize=10.5)
     axis.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
     axis.xaxis.set_minor_formatter(NullFormatter())

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from bench.parts.peers.comparison import Result, by_setting
 from bench.parts.peers.engines import OURS
-
-Result = dict[str, Any]
 
 
 def format_table(rows: Sequence[Result], skipped: dict[str, str], failures: Sequence[str]) -> str:
     """Format all rows: a block per setting, then the engines that were skipped, and the failures."""
-    settings = list(dict.fromkeys((row["model"], row["dtype"], row["threads"]) for row in rows))
-    blocks = []
-    for model, dtype, threads in settings:
-        setting_rows = [row for row in rows if (row["model"], row["dtype"], row["threads"]) == (model, dtype, threads)]
-        title = f"{model}, {dtype}, {threads} thread{'s' if threads > 1 else ''}: wall (CPU) time, medians"
-        blocks.append("\n".join([title, *_format_lines(setting_rows), *_format_first_tokens(setting_rows)]))
+    blocks = [
+        "\n".join([f"{setting}: wall (CPU) time, medians", *_format_lines(each), *_format_first_tokens(each)])
+        for setting, each in by_setting(rows).items()
+    ]
     notes = [f"skipped {engine}: {_shorten(reason)}" for engine, reason in skipped.items()]
     notes += [f"FAILED {_shorten(failure)}" for failure in failures]
     return "\n\n".join([*blocks, "\n".join(notes)]).rstrip()

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
-from bench.parts.peers.cache_keyword import cache_keyword
+from radixkv.integrations.transformers.model_requirements import cache_name
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.model import Model
 
@@ -79,7 +79,7 @@ class TransformersPrefix:
     def _forward(self, suffix: Tokens, start: int) -> torch.Tensor:
         ids = torch.from_numpy(suffix.astype(np.int64)).to(self._device)[None]
         positions = torch.arange(start, start + len(suffix), device=self._device)[None]
-        cached = {cache_keyword(self._module): self._cache}
+        cached = {cache_name(self._module): self._cache}
         output = self._module(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **cached)
         logits: torch.Tensor = output.logits[0, -1]
         return logits

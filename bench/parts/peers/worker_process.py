@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import tempfile
 import threading
@@ -13,10 +12,10 @@ from typing import IO, Self
 
 from bench.parts.peers.process_tree import cpu_s, kill, read_processes, resident_bytes, tree_of
 from bench.parts.peers.workers.task import Done, Ready, Task, from_line
+from bench.parts.server_process import end_of_log
 
 _TIMEOUT_S = 3600.0  # the slowest task took 5 minutes on one core
 _STOP_TIMEOUT_S = 30.0
-_SHOWN_STDERR_BYTES = 2000
 
 
 class WorkerFailed(Exception):
@@ -150,8 +149,9 @@ class WorkerProcess:
             status = self._process.wait()
             if self._has_timed_out:
                 raise WorkerFailed(f"{self.name}: expected a line within {self._timeout_s:g} s, got none")
+            assert self._stderr is not None
             raise WorkerFailed(
-                f"{self.name}: ended with exit status {status}; its stderr ends with:\n{self._end_of_stderr()}"
+                f"{self.name}: ended with exit status {status}; its stderr ends with:\n{end_of_log(self._stderr)}"
             )
         try:
             return from_line(line)
@@ -162,9 +162,3 @@ class WorkerProcess:
         assert self._process is not None
         self._has_timed_out = True
         kill(tree_of(self._process.pid, read_processes()))
-
-    def _end_of_stderr(self) -> str:
-        assert self._stderr is not None
-        num_bytes = self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, num_bytes - _SHOWN_STDERR_BYTES))
-        return self._stderr.read().decode(errors="replace").strip() or "(nothing)"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.fleet.decision import ConversationPrompts, time_decisions
+from bench.fleet.decision import ConversationPrompts, ReplicaBlocks, time_decisions
 
 
 def test_conversations_share_their_system_prompt_and_continue() -> None:
@@ -29,3 +29,23 @@ def test_stored_blocks_replace_removed_ones(block_size: int) -> None:
     times = time_decisions(replicas=4, num_blocks=2000, block_size=block_size, prompt_tokens=2048, decisions=200)
     assert 0.95 * times.known_blocks <= times.end_blocks <= times.known_blocks
     assert times.refused_blocks == 0
+
+
+def test_the_least_recently_used_conversation_is_evicted_first_from_its_end() -> None:
+    replica = ReplicaBlocks()
+    assert replica.hold(1, [10, 11, 12]) == [10, 11, 12]
+    assert replica.hold(2, [20, 21]) == [20, 21]
+    assert replica.hold(1, [10, 11, 12, 13]) == [13]
+    assert replica.hold(3, [30]) == [30]
+    assert replica.evict(1) == [21]
+    assert replica.evict(3) == [20, 13, 12]
+    assert replica.conversations == [1, 3]
+    assert replica.hold(1, [10, 11, 12]) == [12]
+
+
+def test_the_most_recently_used_conversation_is_not_evicted() -> None:
+    replica = ReplicaBlocks()
+    replica.hold(1, [10])
+    replica.hold(2, [20, 21])
+    assert replica.evict(5) == [10]
+    assert replica.conversations == [2]

@@ -24,12 +24,3 @@ def test_both_routers_send_all_prompts_and_their_reuse_is_reported(
         assert row["device"] + row["host"] + row["computed"] == 6 * (128 + 16)
         assert row["computed"] >= result["least_computed_tokens"]
     assert capsys.readouterr().out.splitlines()[-1].endswith("; at least 480 per round must be computed")
-
-
-def test_prompts_of_a_group_share_a_prefix_and_each_round_has_new_ones() -> None:
-    options = stores._parser().parse_args(["--groups", "2", "--prompts", "3", "--prefix-tokens", "5"])
-    prompts = stores._prompts(options, 0)
-    assert len({tuple(prompt[:5]) for prompt in prompts}) == 2
-    assert len({tuple(prompt) for prompt in prompts}) == 6
-    assert prompts != stores._prompts(options, 1)
-    assert prompts == stores._prompts(options, 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import counted_tests
-from bench.gpu.run import ROOT, lay_out
+from bench.gpu.__main__ import ROOT, lay_out
 
 TESTS = """
 import json, pathlib, pytest

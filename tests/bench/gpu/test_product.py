@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.gpu.__main__ import ROOT, main
 from bench.gpu.parts import PARTS
 from bench.gpu.product.bits import BitsCase, describe_difference
 from bench.gpu.product.decode import TimedGeneration, count_different, summarize
@@ -17,7 +18,6 @@ from bench.gpu.product.replay import judge_replay
 from bench.gpu.product.stage_report import StageReport
 from bench.gpu.product.start import CAPTURED_STEPS, DROPPED_STEP, read_start
 from bench.gpu.product.tiers import judge_loads
-from bench.gpu.run import ROOT, main
 from radixkv.v1.prefill_pb2 import PrefillResponse, Usage
 
 

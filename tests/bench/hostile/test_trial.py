@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 
 import pytest
 
 from bench.hostile.attacks.attack import Target
 from bench.hostile.trial import measure, resident_mb
-from bench.parts.server_process import ServerProcess
+from bench.parts.server_process import ServerProcess, null_service_command
 from radixkv.service.client import Client
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
@@ -23,7 +22,7 @@ MAX_GROWTH_MB = 800  # from the memory of an idle server; without bounds, large 
 
 @pytest.mark.long
 def test_an_attack_causes_no_refusals_of_another_client_and_leaves_nothing():
-    process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"])
+    process = ServerProcess(null_service_command(()))
     with process as address:
         trial = asyncio.run(measure("large_packed", Target(address, 0.5), process.pid, has_low_priority=False))
     assert (trial.under_attack.calls, trial.under_attack.refusals) == (10, 0)
@@ -34,7 +33,7 @@ def test_an_attack_causes_no_refusals_of_another_client_and_leaves_nothing():
 
 @pytest.mark.long
 def test_an_attack_can_be_sent_to_a_server_that_the_well_behaved_client_does_not_use():
-    processes = [ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"]) for _ in range(2)]
+    processes = [ServerProcess(null_service_command(())) for _ in range(2)]
     with processes[0] as address, processes[1] as attacked_address:
         targets = Target(address, 0.5), processes[0].pid, Target(attacked_address, 0.5)
         trial = asyncio.run(measure("large_unpacked", *targets, has_low_priority=False))

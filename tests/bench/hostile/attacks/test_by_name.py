@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 
 import pytest
 
 from bench.hostile.attacks.attack import LARGE_POOL, Target
 from bench.hostile.attacks.by_name import ATTACKS
-from bench.parts.server_process import ServerProcess
+from bench.parts.server_process import ServerProcess, null_service_command
 from radixkv.service.client import Client
 from tests.free_port import free_port
 from tests.service.serving import becomes_true
@@ -32,8 +31,7 @@ def http_address():
 def address(http_address):
     port = http_address.rpartition(":")[2]
     settings = (*SETTINGS, f"server.http_port={port}")
-    options = [argument for setting in settings for argument in ("--set", setting)]
-    with ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine", *options]) as address:
+    with ServerProcess(null_service_command(settings)) as address:
         yield address
 
 

@@ -20,7 +20,7 @@ def test_tokens_are_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     def start(command: list[str], port: int, environment: dict[str, str]) -> HttpEngine:
         commands.append(command)
-        assert environment["VLLM_CACHE_ROOT"] == str(tmp_path / "vllm")
+        assert environment["VLLM_CACHE_ROOT"] == str(tmp_path / "vllm-cache")
         return HttpEngine([sys.executable, SERVER, *command], port, {})
 
     monkeypatch.setattr(vllm_worker, "HttpEngine", start)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.compression.__main__ import measure
-from bench.compression.reading import BLOCK_SIZE, TextReader
+from bench.compression import BLOCK_SIZE, TextReader, measure
 from bench.parts.quality import PoolText, held_out_texts, load
 from radixkv.api.compression import Compression, CompressionPolicy
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from bench.gpu import trials
+from bench.gpu.__main__ import ROOT, lay_out, main
 from bench.gpu.parts import PARTS
 from bench.gpu.product.run_state import STATE_FILE
-from bench.gpu.run import ROOT, lay_out, main
 from bench.gpu.stage import Stage, missing_imports
 from radixkv.errors import UnsupportedModel
 from radixkv.model.attention.refused_attention import (
@@ -180,7 +180,8 @@ def test_a_stage_out_of_time_is_killed_with_its_children_and_its_rows_are_report
 def test_a_terminated_run_leaves_a_complete_file_and_no_process(tmp_path: Path) -> None:
     pid_file, out = tmp_path / "pid", tmp_path / "out"
     program = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from bench.gpu import run; from bench.gpu.stage import Stage\n"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from bench.gpu import __main__ as run; from bench.gpu.stage import Stage\n"
         f"stages = (Stage('slow', 600, (), {shlex.join(['-c', HANG.replace('PID_FILE', str(pid_file))])!r}),)\n"
         f"run.main = lambda main=run.main: main(['--out', {str(out)!r}], {{'some': stages}}); run.run_and_exit()"
     )
@@ -387,7 +388,7 @@ def test_kernel_stages_import_no_transformers(tmp_path: Path) -> None:
         shlex.split(each.command)[1] for stages in PARTS.values() for each in stages if runs_without_transformers(each)
     }
     assert {"bench.kernels", "bench.gpu.trials", "bench.gpu.counted_tests"} <= modules
-    modules |= {"radixkv.startup.attention_trial", "bench.gpu.dry_trial"}
+    modules |= {"radixkv.startup.attention_trial", "bench.gpu.dry_run"}
     code = f"import {', '.join(sorted(modules))}\ntry: import transformers\nexcept ImportError: print('blocked')"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "blocked\n"

@@ -3,7 +3,7 @@ import zlib
 
 import pytest
 
-from bench.training.compressors import COMPRESSORS, gzip_bits, xz_bits
+from bench.training.bits_per_byte import COMPRESSORS, gzip_bits, xz_bits
 
 WORDS = ["the", "lord", "said", "unto", "her", "sister", "with", "great", "pleasure"]
 RNG = random.Random(0)

@@ -1,20 +1,22 @@
-"""Loads SGLang's two radix trees, without installing SGLang.
+"""Loads SGLang's two radix trees, and its Triton attention for prefill over a cached prefix, without installing SGLang.
 
-The trees are read from an unpacked wheel: `pip download --no-deps sglang==0.5.23`, then unzip it.
+They are read from an unpacked wheel: `pip download --no-deps sglang==0.5.23`, then unzip it. The attention needs only
+its folder `sglang/kernels/ops/attention`.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import sys
 from array import array
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-
-from bench.parts.peers.sglang_wheel import load_without_package
 
 _FULL_ATTENTION = 0  # the tree's component; the others are for hybrid models
 
@@ -177,6 +179,68 @@ def _load_native(wheel: Path) -> Any:
 
 
 def _load_python(wheel: Path) -> Any:
-    return load_without_package(
+    return _load_without_package(
         wheel, "sglang.srt.mem_cache.radix_cache", {name: _StandIn(name) for name in _STAND_INS}
     )
+
+
+def load_extend_attention(wheel: Path) -> Callable[..., None]:
+    """Load `extend_attention_fwd`.
+
+    Args:
+        wheel: folder of the unpacked wheel.
+
+    Raises:
+        FileNotFoundError: the folder has no such kernel.
+    """
+    environment = ModuleType("sglang.srt.environ")
+    environment.envs = None  # type: ignore[attr-defined]  # read on other hardware only
+    module: Any = _load_without_package(
+        wheel,
+        "sglang.kernels.ops.attention.extend_attention",
+        {"sglang.srt.environ": environment, "sglang.srt.utils": _Hardware("sglang.srt.utils")},
+    )
+    kernel: Callable[..., None] = module.extend_attention_fwd
+    return kernel
+
+
+class _Hardware(ModuleType):
+    """Replaces the module of SGLang's hardware checks. Only `is_cuda` can be true."""
+
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda: name == "is_cuda" and torch.cuda.is_available()
+
+
+def _load_without_package(wheel: Path, name: str, stand_ins: Mapping[str, ModuleType]) -> ModuleType:
+    """Import one module without importing the packages that contain it. Afterwards `sys.modules` has none of SGLang.
+
+    Empty modules replace its parent packages and those of the stand-ins, so no `__init__.py` of SGLang is run.
+
+    Args:
+        wheel: folder of the unpacked wheel.
+        name: dotted name of the module.
+        stand_ins: modules by name that replace other modules.
+
+    Raises:
+        FileNotFoundError: the folder has no such module.
+    """
+    if not (wheel / f"{name.replace('.', '/')}.py").exists():
+        raise FileNotFoundError(f"--sglang: expected an unpacked wheel with {name.replace('.', '/')}.py, got {wheel}")
+    for dotted_name in (name, *stand_ins):
+        for package in _packages(dotted_name):
+            sys.modules[package] = empty = ModuleType(package)
+            empty.__path__ = [str(wheel / package.replace(".", "/"))]
+    sys.modules |= stand_ins
+    try:
+        return importlib.import_module(name)
+    finally:
+        for module_name in [module_name for module_name in sys.modules if module_name.partition(".")[0] == "sglang"]:
+            del sys.modules[module_name]
+
+
+def _packages(name: str) -> list[str]:
+    """Return the packages above a dotted name, outermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from bench.hostile.fuzz import raw_bytes
+from bench.hostile.fuzz.__main__ import FuzzResult, fuzz, make_server
 from bench.hostile.fuzz.mutations import METHODS, SEEDS
-from bench.hostile.fuzz.run import FuzzResult, fuzz, make_server
 from radixkv.v1.prefill_pb2 import PrefillRequest
 
 PROTO = Path(__file__).parents[4] / "proto"
