@@ -591,7 +591,8 @@ KERNEL_MUTANTS = (
         "np.minimum(same_blocks // blocks_per_unit, np.minimum(ordered_counts[1:], ordered_counts[:-1]))",
         "same_blocks // blocks_per_unit",
     ),
-    Mutant("kernels/shared_prefix.py", "        if common_units > first_unit:\n", "        if True:\n"),
+    Mutant("kernels/shared_prefix.py", "        if end_unit > open_runs[-1][0]:\n", "        if True:\n"),
+    Mutant("kernels/shared_prefix.py", "            if open_runs[-1][0] < num_shared:", "            if False:"),
     Mutant(
         "kernels/cpu/attention_plan.py",
         "    is_in_place &= (by_unit[:, 1:] - by_unit[:, :-1] == 1).all(axis=1)\n",
