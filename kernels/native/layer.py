@@ -59,7 +59,7 @@ class KVView:
         layers: indices of the layers in the pool.
         sinks: float32 `[num_query_heads]`, contiguous, or None.
         slots: int64 `[num_tokens]`, contiguous; see `reference.write_kv`.
-        largest: float32 `[num_tokens, num_kv_heads]`, contiguous, updated with magnitudes of K and V.
+        max_magnitudes: float32 `[num_tokens, num_kv_heads]`, contiguous; see `reference.write_kv`.
     """
 
     def __init__(
@@ -68,14 +68,13 @@ class KVView:
         layers: Sequence[int],
         sinks: torch.Tensor | None,
         slots: torch.Tensor,
-        largest: torch.Tensor,
+        max_magnitudes: torch.Tensor,
     ) -> None:
-        step_addresses = (None if sinks is None else sinks.data_ptr(), slots.data_ptr(), largest.data_ptr())
-        problem, kv_addresses = attention.problem, attention.kv_addresses
+        step_addresses = (None if sinks is None else sinks.data_ptr(), slots.data_ptr(), max_magnitudes.data_ptr())
         self._views = (_KVViewStruct * len(layers))(
             *[_KVViewStruct(problem, *kv_addresses(layer), *step_addresses) for layer in layers]
         )
-        self._referenced = (attention, sinks, slots, largest)  # keeps the memory of the pointers alive
+        self._referenced = (attention, sinks, slots, max_magnitudes)  # keeps the memory of the pointers alive
 
     @property
     def address(self) -> int:

@@ -89,15 +89,15 @@ class NativeRows:
         slots: torch.Tensor,
         pool: KVPool,
         layer: int,
-        largest: torch.Tensor | None = None,
+        max_magnitudes: torch.Tensor | None = None,
     ) -> None:
         """Compute `reference.write_kv` for a pool that is not quantized.
 
-        The heads of a token must be adjacent in `key` and in `value`; `slots` and `largest` must be contiguous.
+        The heads of a token must be adjacent in `key` and in `value`; `slots` and `max_magnitudes` must be contiguous.
 
         Raises:
-            ValueError: an argument does not meet these conditions, or `value`, `slots` or `largest` has another dtype
-                or shape.
+            ValueError: an argument does not meet these conditions, or `value`, `slots` or `max_magnitudes` has another
+                dtype or shape.
         """
         _require_adjacent_heads("key", key)
         if value is not None:
@@ -106,13 +106,15 @@ class NativeRows:
                 expected, got = (f"shape {tuple(tensor.shape)} in {tensor.dtype}" for tensor in (key, value))
                 raise ValueError(f"value: expected {expected}, got {got}")
         slots_address = address_of("slots", slots, torch.int64, key.shape[:1])
-        largest_address = None if largest is None else address_of("largest", largest, torch.float32, key.shape[:2])
+        magnitudes_address = None
+        if max_magnitudes is not None:
+            magnitudes_address = address_of("max_magnitudes", max_magnitudes, torch.float32, key.shape[:2])
         values = pool.values
         keys_address = values.data_ptr() + layer * values.stride(1) * values.element_size()
         values_address = keys_address + values.stride(2) * values.element_size()
         self._write(
             *(key.data_ptr(), None if value is None else value.data_ptr(), slots_address),
-            *(keys_address, values_address, largest_address),
+            *(keys_address, values_address, magnitudes_address),
             *(*key.shape, pool.block_size, key.stride(0), 0 if value is None else value.stride(0)),
             *(values.stride(3), values.stride(0), DTYPE_CODES[key.dtype], DTYPE_CODES[pool.dtype]),
         )

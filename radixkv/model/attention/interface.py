@@ -115,9 +115,9 @@ class AttentionKernels(Protocol):
         slots: torch.Tensor,
         pool: KVPool,
         layer: int,
-        largest: torch.Tensor | None = None,
+        max_magnitudes: torch.Tensor | None = None,
     ) -> None:
-        """Write K and V of new tokens into their slots, and update the maximum magnitudes in `largest`."""
+        """Write K and V of new tokens into their slots, and update `max_magnitudes`."""
         ...
 
     def hadamard_transform(self, vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -48,12 +48,13 @@ class NativeKernels:
         slots: torch.Tensor,
         pool: KVPool,
         layer: int,
-        largest: torch.Tensor | None = None,
+        max_magnitudes: torch.Tensor | None = None,
     ) -> None:
         """Compute `reference.write_kv`."""
-        have_adjacent_heads = has_adjacent_heads(key) and (value is None or has_adjacent_heads(value))
-        write = self._rows.write_kv if have_adjacent_heads and supports(pool, key.dtype) else self._torch.write_kv
-        write(key, value, slots, pool, layer, largest)
+        if supports(pool, key.dtype) and has_adjacent_heads(key) and (value is None or has_adjacent_heads(value)):
+            self._rows.write_kv(key, value, slots, pool, layer, max_magnitudes)
+        else:
+            self._torch.write_kv(key, value, slots, pool, layer, max_magnitudes)
 
     def paged_attention(
         self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
@@ -72,7 +73,7 @@ class NativeKernels:
         layers: Sequence[int],
         batch: PagedBatch,
         scoring: Scoring,
-        largest: torch.Tensor,
+        max_magnitudes: torch.Tensor,
     ) -> KVView | None:
         """Return the K/V of layers that are computed in one call; None if the kernels or the pool do not support them.
 
@@ -81,13 +82,13 @@ class NativeKernels:
             num_kv_heads: KV heads of each layer.
             layers: indices of the layers in the pool.
             pool, batch, scoring: as for `paged_attention`.
-            largest: updated with the maximum magnitudes of the new K and V, as by `reference.write_kv`.
+            max_magnitudes: updated with the magnitudes of the new K and V; see `reference.write_kv`.
         """
         has_same_heads = (pool.num_kv_heads, pool.head_dim) == (num_kv_heads, queries.head_dim) and not pool.is_latent
         if not has_same_heads or not supports(pool, queries.dtype):
             return None
-        attention = self._planned_batch_of(batch).attention_of(queries, pool, scoring)
-        return KVView(attention, layers, _sinks_of(scoring), batch.slots, largest)
+        attention = self._attention_of(batch, queries, pool, scoring)
+        return KVView(attention, layers, _sinks_of(scoring), batch.slots, max_magnitudes)
 
     def _planned_batch_of(self, batch: PagedBatch) -> _PlannedBatch:
         planned_batch = next((each for each in self._planned_batches if each.batch is batch), None)

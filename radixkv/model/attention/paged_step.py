@@ -53,7 +53,7 @@ class PagedStep:
         self._watched = watched
         self._is_reading = is_reading
         self._states = states
-        self._largest: torch.Tensor | None = None  # maximum magnitude per token and KV head in K and V of all layers
+        self._max_magnitudes: torch.Tensor | None = None  # see `reference.write_kv`
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionStep.attend`. All K and V are read from the pool, including those just written."""
@@ -75,23 +75,23 @@ class PagedStep:
         view = getattr(self._kernels, "view", None)
         if view is None or self._watched or self._is_reading or self._pool.rotates_values:
             return None
-        largest = self._largest_of(self._batch.slots, queries.num_tokens, num_kv_heads)
-        kv_view: KVView | None = view(queries, num_kv_heads, self._pool, layers, self._batch, scoring, largest)
+        max_magnitudes = self._magnitudes_like(self._batch.slots, queries.num_tokens, num_kv_heads)
+        kv_view: KVView | None = view(queries, num_kv_heads, self._pool, layers, self._batch, scoring, max_magnitudes)
         return kv_view
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """Write K and V of a layer, V after the Hadamard transform if the pool needs it; shapes as in `attend`."""
-        largest = self._largest_of(key, *key.shape[:2])  # even if nothing is written, for `is_finite`
+        max_magnitudes = self._magnitudes_like(key, *key.shape[:2])  # even if nothing is written, for `is_finite`
         if self._is_reading:
             return
         if self._pool.rotates_values and value is not None:
             value = self._kernels.hadamard_transform(value, torch.float32)
-        self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, largest)
+        self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, max_magnitudes)
 
-    def _largest_of(self, like: torch.Tensor, num_tokens: int, num_kv_heads: int) -> torch.Tensor:
-        if self._largest is None:
-            self._largest = like.new_zeros((num_tokens, num_kv_heads), dtype=torch.float32)
-        return self._largest
+    def _magnitudes_like(self, like: torch.Tensor, num_tokens: int, num_kv_heads: int) -> torch.Tensor:
+        if self._max_magnitudes is None:
+            self._max_magnitudes = like.new_zeros((num_tokens, num_kv_heads), dtype=torch.float32)
+        return self._max_magnitudes
 
     def read(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Attend over K and V in the pool; arguments and result as in `attend`.
@@ -110,12 +110,12 @@ class PagedStep:
         Raises:
             InvariantViolation: no layer has attended yet.
         """
-        if self._largest is None:
+        if self._max_magnitudes is None:
             raise InvariantViolation("attention: no layer of the model has attended")
-        largest = self._largest.amax(dim=1)
+        max_magnitudes = self._max_magnitudes.amax(dim=1)
         if self._pool.scales is None:  # K and V are stored in the dtype of the pool, where large numbers may overflow
-            largest = largest.to(self._pool.dtype)
-        is_finite = largest.isfinite()
+            max_magnitudes = max_magnitudes.to(self._pool.dtype)
+        is_finite = max_magnitudes.isfinite()
         are_states_finite = None if self._states is None else self._states.is_finite
         return is_finite if are_states_finite is None else is_finite & are_states_finite
 

@@ -187,7 +187,7 @@ def test_writes_of_unsupported_layouts_are_rejected(rows: NativeRows) -> None:
         rows.write_kv(torch.randn(3, 4, 32)[:, ::2], key, slots, pool, 1)
     with pytest.raises(ValueError, match=r"^slots: "):
         rows.write_kv(key, key, slots.int(), pool, 1)
-    with pytest.raises(ValueError, match=r"^largest: "):
+    with pytest.raises(ValueError, match=r"^max_magnitudes: "):
         rows.write_kv(key, key, slots, pool, 1, torch.zeros(2, 3).mT)
 
 
