@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from radixkv.kernels.native.addresses import address_of
 from radixkv.kernels.native.attention import Attention, Queries
 from radixkv.kernels.native.gemm import Panels
 from radixkv.kernels.native.library import DTYPE_CODES
-from radixkv.kernels.native.rows import NativeNorm
+from radixkv.kernels.native.rows import NativeNorm, address_of
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
@@ -72,7 +71,7 @@ class KVView:
     ) -> None:
         step_addresses = (None if sinks is None else sinks.data_ptr(), slots.data_ptr(), max_magnitudes.data_ptr())
         self._views = (_KVViewStruct * len(layers))(
-            *[_KVViewStruct(problem, *kv_addresses(layer), *step_addresses) for layer in layers]
+            *[_KVViewStruct(attention.problem, *attention.kv_addresses(layer), *step_addresses) for layer in layers]
         )
         self._referenced = (attention, sinks, slots, max_magnitudes)  # keeps the memory of the pointers alive
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.native.addresses import address_of
 from radixkv.kernels.native.library import DTYPE_CODES
 from radixkv.kernels.norm_style import NormStyle
 
@@ -163,3 +162,23 @@ def has_adjacent_heads(heads: torch.Tensor) -> bool:
 def _require_adjacent_heads(name: str, heads: torch.Tensor) -> None:
     if not has_adjacent_heads(heads):
         raise ValueError(f"{name}: expected adjacent heads without gaps, got strides {heads.stride()}")
+
+
+def address_of(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return the address of a tensor's data for C++, which does not check dtypes and shapes.
+
+    Args:
+        name: name of the argument, for the error message.
+        tensor: a tensor on the CPU.
+        dtype, shape: the dtype and shape that the C++ code expects.
+
+    Raises:
+        ValueError: the tensor has another dtype or shape, or is not contiguous.
+    """
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+        order = "contiguous" if tensor.is_contiguous() else "strided"
+        raise ValueError(
+            f"{name}: expected a contiguous tensor of shape {tuple(shape)} in {dtype}, "
+            f"got a {order} one of shape {tuple(tensor.shape)} in {tensor.dtype}"
+        )
+    return tensor.data_ptr()
