@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any
 
 import torch
 
@@ -14,13 +14,7 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.attention import Queries
 from radixkv.kernels.native.layer import KVView
 from radixkv.kernels.scoring import Scoring
-from radixkv.model.attention.interface import (
-    AttentionCall,
-    AttentionKernels,
-    AttentionStep,
-    ConvolutionStep,
-    WatchedRows,
-)
+from radixkv.model.attention.interface import AttentionCall, AttentionKernels, AttentionStep, WatchedRows
 from radixkv.model.states.state_step import StateStep
 from radixkv.storage.layer_groups import LayerLocation
 
@@ -61,7 +55,7 @@ class PagedStep:
         return self.read(call.layer, call.query, call.scoring)
 
     def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See `ConvolutionStep.convolve`.
+        """Convolve new tokens, each with the previous inputs of its own sequence; see `StateStep.convolve`.
 
         Raises:
             InvariantViolation: the step has no states.
@@ -71,7 +65,17 @@ class PagedStep:
         return self._states.convolve(layer, rows, weight, bias)
 
     def view(self, layers: Sequence[int], queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
-        """See `ViewedStep.view`."""
+        """Return the K/V of layers for C++ code that writes and attends directly instead of calling `attend`.
+
+        Args:
+            layers: indices of the layers, at least one.
+            queries: the memory layout of the queries of each layer, for all tokens of the step.
+            num_kv_heads: KV heads of each layer.
+            scoring: how scores are computed, and which keys a query sees, in all of these layers.
+
+        Returns:
+            The view; None if the layers must call `attend`, or are not all in one pool.
+        """
         view = getattr(self._kernels, "view", None)
         if view is None or self._watched or self._is_reading or self._pool.rotates_values:
             return None
@@ -165,7 +169,7 @@ class PaddedStep:
         return torch.cat((attended, padding))
 
     def view(self, layers: Sequence[int], queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
-        """See `ViewedStep.view`; None for a padded batch."""
+        """See `PagedStep.view`; None for a padded batch."""
         view = getattr(self._step, "view", None)
         if view is None or queries.num_tokens != self._num_tokens:
             return None
@@ -173,8 +177,8 @@ class PaddedStep:
         return kv_view
 
     def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See `ConvolutionStep.convolve`. The result for the padding is 0."""
-        step = cast("ConvolutionStep", self._step)  # models with convolutions only run with such steps
+        """See `PagedStep.convolve`. The result for the padding is 0."""
+        step: Any = self._step  # models with convolutions only run with steps that convolve
         with torch._C.DisableTorchFunction():
             convolved = step.convolve(layer, rows[: self._num_tokens], weight, bias)
         return torch.cat((convolved, convolved.new_zeros(len(rows) - self._num_tokens, rows.shape[1])))
@@ -199,7 +203,7 @@ class GroupedStep:
         return self._steps[pool].attend(call._replace(layer=own_layer))
 
     def view(self, layers: Sequence[int], queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
-        """See `ViewedStep.view`."""
+        """See `PagedStep.view`."""
         locations = [self._locations[layer] for layer in layers]
         if len({location.pool for location in locations}) > 1:
             return None
