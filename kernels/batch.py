@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,15 @@ import torch
 from radixkv.kernels.staging import to_device
 
 Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+class QueryTile(NamedTuple):
+    """The query tokens of a request at positions `[start, end)`. The packed row of the first one is `first_token`."""
+
+    request: int
+    start: int
+    end: int
+    first_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,24 @@ class PagedBatch:
     @property
     def num_requests(self) -> int:
         """Requests in the batch."""
+    def query_tiles(self, tile_tokens: int) -> Iterator[QueryTile]:
+        """Cut the query tokens of each request at multiples of `tile_tokens` positions.
+
+        >>> batch = PagedBatch.build([3, 1], [20, 4], 2 * [np.zeros(2, dtype=np.int32)], block_size=16)
+        >>> for tile in batch.query_tiles(18):
+        ...     print(tile)
+        QueryTile(request=0, start=17, end=18, first_token=0)
+        QueryTile(request=0, start=18, end=20, first_token=1)
+        QueryTile(request=1, start=3, end=4, first_token=3)
+        """
+        for request, kv_len in enumerate(self.kv_lens):
+            first_token, end_token = self.query_starts[request], self.query_starts[request + 1]
+            prefix_len = kv_len - (end_token - first_token)
+            for tile_start in range(prefix_len // tile_tokens * tile_tokens, kv_len, tile_tokens):
+                start = max(tile_start, prefix_len)
+                end = min(tile_start + tile_tokens, kv_len)
+                yield QueryTile(request, start, end, first_token + start - prefix_len)
+
         return len(self.kv_lens)
 
     @property

@@ -598,14 +598,18 @@ KERNEL_MUTANTS = (
         "    is_in_place &= (by_unit[:, 1:] - by_unit[:, :-1] == 1).all(axis=1)\n",
         "",
     ),
-    Mutant("kernels/cpu/attention_plan.py", " == 1) & is_in_place[1:]\n", " == 1)\n"),
+    Mutant("kernels/cpu/attention_plan.py", "(is_in_place[1:] & ~is_adjacent)", "False"),
     Mutant("kernels/cpu/attention_plan.py", "np.where(num_units[1:] == num_units[:-1], same_parts, 0)", "same_parts"),
     Mutant(
         "kernels/cpu/attention_plan.py",
         "    table_columns = np.minimum(table_columns, (kv_lens - 1) // block_size)\n",
         "",
     ),
-    Mutant("kernels/cpu/attention_plan.py", "return 0 if spec.is_whole else", "return"),
+    Mutant(
+        "kernels/cpu/attention_plan.py",
+        "tile.start // PART_TOKENS if spec.splits_keys else 0",
+        "tile.start // PART_TOKENS",
+    ),
     Mutant(
         "kernels/cpu/attention_plan.py",
         "first_piece = int(num_units[first]) + first_outside",
@@ -614,13 +618,13 @@ KERNEL_MUTANTS = (
     Mutant(
         "kernels/cpu/attention_plan.py", "            is_hidden |= keys <= positions - window\n", "            pass\n"
     ),
-    Mutant("kernels/cpu/attention.py", '    lses[:-num_last_pieces, :, :num_rows] = float("-inf")\n', ""),
+    Mutant("kernels/cpu/attention.py", 'num_padded_rows), float("-inf"))', "num_padded_rows), 0.0)"),
     Mutant("kernels/cpu/attention.py", "        kv.index_fill_(2, tails.unwritten, 0)\n", "        pass\n"),
-    Mutant("kernels/cpu/attention.py", "merged is None else merged.add_(last)", "merged is None else merged"),
+    Mutant("kernels/cpu/attention.py", "merged.add_(tail.float().mul_(shares[-1]))", "merged"),
     Mutant(
         "kernels/cpu/attention.py",
-        "[: group.num_pieces + 1, :, :num_rows, None]",
-        "[-group.num_pieces - 1 :, :, :num_rows, None]",
+        "_replace_by_shares(lses)[:num_pieces,",
+        "_replace_by_shares(lses)[-num_pieces:,",
     ),
     Mutant("kernels/native/attention_work.py", "max(0, tile.start + 1 - window) if window else 0", "0"),
     Mutant(

@@ -9,7 +9,7 @@ import torch
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.cpu import attention
-from radixkv.kernels.cpu.attention_plan import AttentionSpec, Group, plan_cpu_attention
+from radixkv.kernels.cpu.attention_plan import AttentionSpec, plan_cpu_attention
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.refused_attention import TORCH
@@ -31,17 +31,14 @@ class TorchKernels:
     hadamard_transform = staticmethod(reference.hadamard_transform)
 
     def __init__(self) -> None:
-        self._plans: deque[tuple[PagedBatch, dict[AttentionSpec, list[Group]]]] = deque(maxlen=MAX_BATCHES)
+        self._plans = PlansOfStep()
 
     def paged_attention(
         self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
     ) -> torch.Tensor:
         """Compute `reference.paged_attention`; see `radixkv.kernels.cpu.attention`."""
-        plans = next((plans_of_batch for planned, plans_of_batch in self._plans if planned is batch), None)
-        if plans is None:
-            plans = {}
-            self._plans.append((batch, plans))
-        spec = attention.spec_of(query, pool, scoring)
+        plans = self._plans.of(batch)
+        spec = AttentionSpec.of(query, pool, scoring)
         if spec not in plans:
             plans[spec] = plan_cpu_attention(batch, spec)
         return attention.paged_attention(query, pool, layer, plans[spec], scoring)
