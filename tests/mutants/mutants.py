@@ -670,9 +670,7 @@ KERNEL_MUTANTS = (
     ),
     Mutant("kernels/cpu/stopwatch.py", "if not call_time.has_waited), default", "), default"),
     Mutant("kernels/cpu/stopwatch.py", "not (self.is_busy or _are_enough(times))", "not _are_enough(times)"),
-    Mutant(
-        "kernels/cpu/gemm_trial.py", "HEAD_START if GEMM_BACKENDS[candidate.name].is_batch_invariant else 1.0", "1.0"
-    ),
+    Mutant("kernels/cpu/gemm_trial.py", "HEAD_START if self.is_batch_invariant else 1.0", "1.0"),
     Mutant("model/layers/native_layers.py", "mlp.up is None and mlp.gate_rows != rows.gate", "False"),
     Mutant("model/layers/native_layers.py", "len(native.weight) != head_dim", "False"),
     Mutant("model/attention/paged_step.py", " or self._watched or self._is_reading", ""),
@@ -722,7 +720,11 @@ KERNEL_MUTANTS = (
     ),
     Mutant("kernels/native/gemm.py", "weight.shape[1] % _library.word_numbers[weight.dtype] == 0", "True"),
     Mutant("kernels/cpu/row_tiles.py", "(0, 0, 0, padding)", "(0, 0, padding, 0)"),
-    Mutant("kernels/cpu/gemm_trial.py", "            if not agrees(expected):\n                continue\n", ""),
+    Mutant(
+        "kernels/cpu/gemm_trial.py",
+        "                if not _agree(expected, positions, results):\n                    continue\n",
+        "",
+    ),
     Mutant("kernels/cpu/gemm_trial.py", "torch.equal(result, expected[position])", "torch.equal(result, result)"),
 )
 
