@@ -1,4 +1,4 @@
-"""Replaces the forward passes of a model's parts (its submodules), and restores them."""
+"""Replaces methods of a model's parts (its submodules), such as their forward passes, and restores them."""
 
 from __future__ import annotations
 
@@ -135,7 +135,35 @@ def require(agrees: bool) -> None:
         raise Refused("it computes something else")
 
 
-class ReplacedParts:
+class ReplacedMethods:
+    """Replaces a method of some parts of a model.
+
+    Args:
+        name: name of the method.
+        replacements: the function that replaces the method of each part.
+    """
+
+    def __init__(self, name: str, replacements: Mapping[nn.Module, Callable[..., Any]]) -> None:
+        self._name = name
+        self._replacements = replacements
+        self._replace()
+
+    @contextlib.contextmanager
+    def originals(self) -> Iterator[None]:
+        """Restore the original methods of all parts, inside the `with` block."""
+        for part in self._replacements:
+            del vars(part)[self._name]
+        try:
+            yield
+        finally:
+            self._replace()
+
+    def _replace(self) -> None:
+        for part, replacement in self._replacements.items():
+            vars(part)[self._name] = replacement
+
+
+class ReplacedParts(ReplacedMethods):
     """Replaces `forward` of known parts of a model. Nothing outside this model changes.
 
     A part that looks known but computes something else is not replaced, and the log names its class once. Hooks of
@@ -152,7 +180,7 @@ class ReplacedParts:
     """
 
     def __init__(self, module: nn.Module, known_forward: Callable[[Any], Forward | None]) -> None:
-        self._forwards: dict[nn.Module, Forward] = {}
+        forwards: dict[nn.Module, Forward] = {}
         names: list[str] = []
         refused: dict[str, str] = {}  # by class
         # A layer comes after its norms. Nothing is replaced before the last trial.
@@ -164,22 +192,8 @@ class ReplacedParts:
             else:
                 if forward is not None:
                     names.append(name)
-                    self._forwards[part] = partial(forward, part)
+                    forwards[part] = partial(forward, part)
         self.names = tuple(reversed(names))
         for class_name, reason in refused.items():
             _log.info("%s is not replaced: %s", class_name, reason)
-        self._replace()
-
-    @contextlib.contextmanager
-    def originals(self) -> Iterator[None]:
-        """Restore the original forward passes of all parts, inside the `with` block."""
-        for part in self._forwards:
-            del vars(part)["forward"]
-        try:
-            yield
-        finally:
-            self._replace()
-
-    def _replace(self) -> None:
-        for part, forward in self._forwards.items():
-            vars(part)["forward"] = forward
+        super().__init__("forward", forwards)
