@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.attention import Attention, Queries, supports
-from radixkv.kernels.native.attention_work import AttentionWork, plan_work
+from radixkv.kernels.native.attention_work import plan_work
 from radixkv.kernels.native.layer import KVView
 from radixkv.kernels.native.rows import NativeRows, has_adjacent_heads
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.refused_attention import NATIVE
-from radixkv.model.attention.torch_kernels import MAX_BATCHES, TorchKernels
+from radixkv.model.attention.torch_kernels import PlansOfStep, TorchKernels
 
 
 class NativeKernels:
@@ -39,7 +37,7 @@ class NativeKernels:
         self._library = library
         self._rows = NativeRows(library)
         self._torch = TorchKernels()
-        self._planned_batches: deque[_PlannedBatch] = deque(maxlen=MAX_BATCHES)
+        self._plans = PlansOfStep()
 
     def write_kv(
         self,
@@ -62,7 +60,7 @@ class NativeKernels:
         """Compute `reference.paged_attention`; see `radixkv.kernels.native.attention`."""
         if query.stride(2) != 1 or not supports(pool, query.dtype):
             return self._torch.paged_attention(query, pool, layer, batch, scoring)
-        attention = self._planned_batch_of(batch).attention_of(Queries.of(query), pool, scoring)
+        attention = self._attention_of(batch, Queries.of(query), pool, scoring)
         return attention(query, layer, _sinks_of(scoring))
 
     def view(
@@ -90,50 +88,31 @@ class NativeKernels:
         attention = self._attention_of(batch, queries, pool, scoring)
         return KVView(attention, layers, _sinks_of(scoring), batch.slots, max_magnitudes)
 
-    def _planned_batch_of(self, batch: PagedBatch) -> _PlannedBatch:
-        planned_batch = next((each for each in self._planned_batches if each.batch is batch), None)
-        if planned_batch is None:
-            planned_batch = _PlannedBatch(self._library, batch)
-            self._planned_batches.append(planned_batch)
-        return planned_batch
+    def _attention_of(self, batch: PagedBatch, queries: Queries, pool: KVPool, scoring: Scoring) -> Attention:
+        """Return the attention of layers with the same pool, the same scoring and the same layout of queries.
+
+        Layers with the same heads and window share an `AttentionWork`.
+        """
+        plans = self._plans.of(batch)
+        key = (queries, pool.values.data_ptr(), scoring.scale, scoring.window, scoring.softcap)
+        attention: Attention | None = plans.get(key)
+        if attention is None:
+            num_kv_heads = pool.num_kv_heads
+            group_size = queries.num_heads // num_kv_heads
+            work_key = (group_size, num_kv_heads, pool.head_dim, scoring.window)
+            if work_key not in plans:
+                plans[work_key] = plan_work(
+                    batch,
+                    group_size=group_size,
+                    num_kv_heads=num_kv_heads,
+                    head_dim=pool.head_dim,
+                    window=scoring.window,
+                    num_threads=torch.get_num_threads(),
+                )
+            attention = Attention(self._library, queries, pool, plans[work_key], scoring, torch.get_num_threads())
+            plans[key] = attention
+        return attention
 
 
 def _sinks_of(scoring: Scoring) -> torch.Tensor | None:
     return None if scoring.sinks is None else scoring.sinks.float().contiguous()
-
-
-class _PlannedBatch:
-    """The plans of one batch.
-
-    Layers with the same heads and window share an `AttentionWork`. Layers that also have the same pool, the same
-    scoring and the same memory layout of queries share an `Attention`.
-    """
-
-    def __init__(self, library: ctypes.CDLL, batch: PagedBatch) -> None:
-        self.batch = batch
-        self._library = library
-        self._works: dict[tuple[int, int, int, int | None], AttentionWork] = {}
-        self._attentions: dict[tuple[Any, ...], Attention] = {}
-
-    def attention_of(self, queries: Queries, pool: KVPool, scoring: Scoring) -> Attention:
-        key = (queries, pool.values.data_ptr(), scoring.scale, scoring.window, scoring.softcap)
-        attention = self._attentions.get(key)
-        if attention is None:
-            group_size = queries.num_heads // pool.num_kv_heads
-            work = self._work_of(group_size, pool.num_kv_heads, pool.head_dim, scoring.window)
-            attention = Attention(self._library, queries, pool, work, scoring, torch.get_num_threads())
-            self._attentions[key] = attention
-        return attention
-
-    def _work_of(self, group_size: int, num_kv_heads: int, head_dim: int, window: int | None) -> AttentionWork:
-        key = (group_size, num_kv_heads, head_dim, window)
-        if key not in self._works:
-            self._works[key] = plan_work(
-                self.batch,
-                group_size=group_size,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                window=window,
-                num_threads=torch.get_num_threads(),
-            )
-        return self._works[key]
