@@ -61,7 +61,7 @@ class PagedBatch:
         kv_lens: Sequence[int],
         block_tables: Sequence[npt.NDArray[np.int32]],
         block_size: int,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> PagedBatch:
         """Build the batch of one step.
 
@@ -77,7 +77,7 @@ class PagedBatch:
             kv_lens: prefix plus suffix tokens of each request; `kv_lens[i] >= query_lens[i]`.
             block_tables: int32 block ids of each request, at least `ceil(kv_lens[i] / block_size)` of them.
             block_size: tokens per block.
-            device: device of the tensors.
+            device: device of the tensors; None for the host.
         """
         table_blocks = -(-max(kv_lens) // block_size)
         tables = np.zeros((len(kv_lens), table_blocks), dtype=np.int32)
@@ -86,24 +86,24 @@ class PagedBatch:
             row[:num_blocks] = block_ids[:num_blocks]
         request, positions = _locate_rows(np.array(query_lens), np.array(kv_lens))
         slots = tables[request, positions // block_size] * np.int64(block_size) + positions % block_size
-        return cls(
+        batch = cls(
             query_starts=(0, *itertools.accumulate(query_lens)),
             kv_lens=tuple(kv_lens),
-            block_tables=to_device(torch.from_numpy(tables), device),
-            slots=to_device(torch.from_numpy(slots), device),
+            block_tables=torch.from_numpy(tables),
+            slots=torch.from_numpy(slots),
             block_size=block_size,
             host_tables=tables,
         )
+        return batch if device is None else batch.to(torch.device(device))
 
     def to(self, device: torch.device) -> PagedBatch:
         """Return the same batch with its tensors on a device; see `to_device`."""
+        if self.slots.device == device:
+            return self
         return dataclasses.replace(
             self, block_tables=to_device(self.block_tables, device), slots=to_device(self.slots, device)
         )
 
-    @property
-    def num_requests(self) -> int:
-        """Requests in the batch."""
     def query_tiles(self, tile_tokens: int) -> Iterator[QueryTile]:
         """Cut the query tokens of each request at multiples of `tile_tokens` positions.
 
@@ -122,6 +122,9 @@ class PagedBatch:
                 end = min(tile_start + tile_tokens, kv_len)
                 yield QueryTile(request, start, end, first_token + start - prefix_len)
 
+    @property
+    def num_requests(self) -> int:
+        """Requests in the batch."""
         return len(self.kv_lens)
 
     @property

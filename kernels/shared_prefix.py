@@ -10,6 +10,7 @@ runs        [ 0, 1, 2       )[ 0, 1 ............. )          and one run per req
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -96,4 +97,4 @@ def runs_in_order(num_units: Sequence[int], same_units: Sequence[int]) -> list[O
             runs.append(OrderedRun(run_start, run_end, first, request + 1))
             if open_runs[-1][0] < num_shared:  # it has some of them, which are a run of their own
                 open_runs.append((num_shared, first))
-    return sorted(runs, key=lambda run: (run.first, run.first_unit))
+    return sorted(runs, key=attrgetter("first", "first_unit"))

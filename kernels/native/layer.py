@@ -59,6 +59,9 @@ class KVView:
         sinks: float32 `[num_query_heads]`, contiguous, or None.
         slots: int64 `[num_tokens]`, contiguous; see `reference.write_kv`.
         max_magnitudes: float32 `[num_tokens, num_kv_heads]`, contiguous; see `reference.write_kv`.
+
+    Attributes:
+        address: the address of an array with a `KVView` for each layer; valid as long as this object.
     """
 
     def __init__(
@@ -73,12 +76,8 @@ class KVView:
         self._views = (_KVViewStruct * len(layers))(
             *[_KVViewStruct(attention.problem, *attention.kv_addresses(layer), *step_addresses) for layer in layers]
         )
+        self.address = ctypes.addressof(self._views)
         self._referenced = (attention, sinks, slots, max_magnitudes)  # keeps the memory of the pointers alive
-
-    @property
-    def address(self) -> int:
-        """The address of an array with a `KVView` for each layer; valid as long as this object."""
-        return ctypes.addressof(self._views)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +164,10 @@ class NativeLayers:
             ValueError: rows, `cos` or `sin` have another dtype or shape, or are not contiguous.
         """
         parts, num_tokens = self._layers[0], rows.shape[-2]
-        rotated_shape = (*cos.shape[:-2], num_tokens, parts.head_dim)
-        rows_address = address_of("rows", rows, parts.dtype, (*rows.shape[:-1], len(parts.first.weight)))
-        cos_address = address_of("cos", cos, parts.dtype, rotated_shape)
-        sin_address = address_of("sin", sin, parts.dtype, rotated_shape)
+        dtype, rotated_shape = parts.dtype, (*cos.shape[:-2], num_tokens, parts.head_dim)
+        rows_address = address_of("rows", rows, dtype, (*rows.shape[:-1], len(parts.first.weight)))
+        cos_address = address_of("cos", cos, dtype, rotated_shape)
+        sin_address = address_of("sin", sin, dtype, rotated_shape)
         output = torch.empty_like(rows)
         self._call(
             ctypes.addressof(self._structures),

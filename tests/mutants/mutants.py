@@ -661,7 +661,7 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/layer.cpp", "    norm_heads(layer_.key, ", "    norm_heads(layer_.query, "),
     Mutant("kernels/native/layer.cpp", "add(output, normed, output", "add(rows, normed, output"),
     Mutant("kernels/native/rows.py", 'address_of("cos", cos, heads.dtype, (num_tokens, head_dim))', "cos.data_ptr()"),
-    Mutant("kernels/native/layer.py", 'address_of("sin", sin, parts.dtype, rotated_shape)', "sin.data_ptr()"),
+    Mutant("kernels/native/layer.py", 'address_of("sin", sin, dtype, rotated_shape)', "sin.data_ptr()"),
     Mutant("kernels/cpu/gemm_trial.py", "if watch.is_busy and batch_invariant", "if False and batch_invariant"),
     Mutant(
         "kernels/cpu/gemm_trial.py",
