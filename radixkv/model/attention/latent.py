@@ -14,7 +14,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.kernels.cpu.row_tiles import RowFunction
 from radixkv.model.layers.gemm_tuner import GemmTuner, TrialBudget
 from radixkv.model.layers.packed_linear import Matmul
-from radixkv.model.layers.replaced_parts import ReplacedMethods
+from radixkv.model.layers.replaced_parts import ReplacedMethods, is_close
 from radixkv.model.refusals import SERVE_FAST
 
 # The name of a layer's attribute that holds its `LatentHeads`, and the name of the linear layer whose weight they use.
@@ -77,9 +77,6 @@ def absorbed_layers(module: nn.Module) -> list[nn.Module]:
 _METHOD = "expand_kv"
 
 _TRIAL_TOKENS = 5
-
-# Tolerance of a trial's scores and values, relative to the largest: summation order and intermediate rounding differ.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class LatentParts(ReplacedMethods):
@@ -175,7 +172,5 @@ def _require_agreement(part: Any, heads: LatentHeads) -> None:
     own_values = value[0].transpose(0, 1)
     values = heads.values(stored[0].transpose(0, 1).expand(-1, key.shape[1], -1))
     for expected, got in ((own_scores, scores), (own_values, values)):
-        bound = _TOLERANCE[weight.dtype] * expected.abs().max()
-        agrees = expected.shape == got.shape and bool((expected - got).abs().max() <= bound)  # false for NaN
-        if not agrees:
+        if not is_close(expected, got):
             raise UnsupportedModel(f"{type(part).__name__}: expected {_METHOD} to apply only {CHILD}, got more")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from radixkv.kernels.gpu.flat_rows import DTYPES
+from radixkv.model.refusals import reason_of
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,9 @@ _NUM_MAGNITUDES = 5
 _FLOAT32_TOLERANCE = 1e-5
 _ROUNDINGS = 2
 _MAX_DIFFERENT_SHARE = 0.05  # of the elements
+
+# Tolerances of `is_close`, relative to the largest number.
+_SUM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class Refused(Exception):
@@ -125,6 +129,12 @@ def rows_agree(function: Forward, like: torch.Tensor) -> bool:
     return all(torch.equal(function(rows[:, selection]), whole[:, selection]) for selection in selections)
 
 
+def is_close(expected: torch.Tensor, got: torch.Tensor) -> bool:
+    """Whether results agree, except for the order of their sums and the rounding in between. False for NaN."""
+    bound = _SUM_TOLERANCE[expected.dtype] * expected.abs().max()
+    return expected.shape == got.shape and bool((expected - got).abs().max() <= bound)
+
+
 def require(agrees: bool) -> None:
     """Refuse a replacement that does not agree with its part.
 
@@ -172,8 +182,8 @@ class ReplacedParts(ReplacedMethods):
     Args:
         module: the model, on its device and in evaluation mode.
         known_forward: returns the replacement of a part's forward pass, which is called with the part as its first
-            argument; None for a part that does not look known. Raises `Refused` for a part that fails its trial. It is
-            called for a part after the parts inside it.
+            argument; None for a part that does not look known. Raises `Refused` for a part that fails its trial, and
+            may raise anything else for a part that only looks known. It is called for a part after the parts inside it.
 
     Attributes:
         names: names of the replaced parts.
@@ -185,10 +195,15 @@ class ReplacedParts(ReplacedMethods):
         refused: dict[str, str] = {}  # by class
         # A layer comes after its norms. Nothing is replaced before the last trial.
         for name, part in reversed(list(module.named_modules())):
+            if "forward" in vars(part):  # another library has replaced it
+                continue
             try:
-                forward = known_forward(part)
+                with torch.inference_mode():
+                    forward = known_forward(part)
             except Refused as refusal:
                 refused[type(part).__name__] = str(refusal)
+            except Exception as error:  # noqa: BLE001 - a compiler, or a module with another signature, may raise anything
+                refused[type(part).__name__] = reason_of(error)
             else:
                 if forward is not None:
                     names.append(name)

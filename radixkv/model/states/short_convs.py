@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from radixkv.errors import UnsupportedModel
-from radixkv.model.layers.replaced_parts import ReplacedMethods
+from radixkv.model.layers.replaced_parts import ReplacedMethods, is_close
 from radixkv.model.states.state_step import StateRows, StateStep
 from radixkv.storage.state_pool import StatePool, StateShape
 
@@ -20,8 +20,6 @@ ATTRIBUTE = "state_layer"
 _CHILD_TYPES = {"in_proj": nn.Linear, "conv": nn.Conv1d, "out_proj": nn.Linear}
 
 _TRIAL_ROWS = (5, 1, 4)  # rows of consecutive chunks
-# Tolerance of a trial, relative to the largest number: the summation order differs.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class ShortConvs(ReplacedMethods):
@@ -137,10 +135,7 @@ def _require_agreement(layer: Any) -> None:
             outputs.append(layer.out_proj(out * convolved[None]))
             step.keep()
             source, start = 0, start + length
-        got = torch.cat(outputs, 1)
-        bound = _TOLERANCE[weight.dtype] * expected.abs().max()
-        agrees = expected.shape == got.shape and bool((expected - got).abs().max() <= bound)  # false for NaN
-        if not agrees:
+        if not is_close(expected, torch.cat(outputs, 1)):
             raise UnsupportedModel(
                 f"{type(layer).__name__}: expected a short convolution between two projections, got a layer that "
                 "computes something else"
