@@ -174,10 +174,10 @@ def test_projections_of_different_types_are_merged_in_8_bits(tmp_path, caplog):
 def test_blocks_of_256_keep_their_codes():
     """The package `gguf` can read blocks of type Q4_K, but not write them, so these are random bytes."""
     generator = np.random.default_rng(0)
-    rows = generator.integers(0, 256, (6, 2, 144), dtype=np.uint8)
-    rows[..., :4] = generator.uniform(1e-4, 1e-2, (6, 2, 2)).astype(np.float16).view(np.uint8)
-    expected = torch.from_numpy(gguf.dequantize(rows.reshape(6, -1), gguf.GGMLQuantizationType.Q4_K))
-    weight = _from_q4_k(torch.from_numpy(rows.reshape(6, -1)), torch.float32)
+    blocks = generator.integers(0, 256, (6, 2, 144), dtype=np.uint8)
+    blocks[..., :4] = generator.uniform(1e-4, 1e-2, (6, 2, 2)).astype(np.float16).view(np.uint8)
+    expected = torch.from_numpy(gguf.dequantize(blocks.reshape(6, -1), gguf.GGMLQuantizationType.Q4_K))
+    weight = _from_q4_k(torch.from_numpy(blocks), torch.float32)
     assert (weight.shape, weight.scales.shape) == ((6, 512), (6, 16))
     largest = 15 * weight.scales.abs() + weight.minima.abs()
     bound = 2**-11 * largest.repeat_interleave(32, 1)  # scales and minima were rounded
@@ -196,7 +196,7 @@ def test_a_model_computes_with_the_codes_of_its_file(tmp_path, caplog, weights, 
     backends = {part.split()[0] for part in line.removeprefix("matmuls by library: ").split(", ")}
     expected = {"auto": {backend}, "q8": {"q8"}, "q4": {"q4", "q8"}}[weights]  # with q4, the head is in q8
     assert backends == expected or (backend is None and weights == "auto")
-    plain = load_model(ModelConfig(path=str(path), device="cpu", weights="int8" if weights == "auto" else "auto"))
+    plain = load_model(ModelConfig(path=str(path), device="cpu", weights="q8" if weights == "auto" else "auto"))
     assert plain.fingerprint != model.fingerprint
 
 
