@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,15 @@ import torch
 from radixkv.kernels.staging import to_device
 
 Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+class QueryTile(NamedTuple):
+    """The query tokens of a request at positions `[start, end)`. The packed row of the first one is `first_token`."""
+
+    request: int
+    start: int
+    end: int
+    first_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ class PagedBatch:
         kv_lens: Sequence[int],
         block_tables: Sequence[npt.NDArray[np.int32]],
         block_size: int,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> PagedBatch:
         """Build the batch of one step.
 
@@ -68,7 +77,7 @@ class PagedBatch:
             kv_lens: prefix plus suffix tokens of each request; `kv_lens[i] >= query_lens[i]`.
             block_tables: int32 block ids of each request, at least `ceil(kv_lens[i] / block_size)` of them.
             block_size: tokens per block.
-            device: device of the tensors.
+            device: device of the tensors; None for the host.
         """
         table_blocks = -(-max(kv_lens) // block_size)
         tables = np.zeros((len(kv_lens), table_blocks), dtype=np.int32)
@@ -77,20 +86,41 @@ class PagedBatch:
             row[:num_blocks] = block_ids[:num_blocks]
         request, positions = _locate_rows(np.array(query_lens), np.array(kv_lens))
         slots = tables[request, positions // block_size] * np.int64(block_size) + positions % block_size
-        return cls(
+        batch = cls(
             query_starts=(0, *itertools.accumulate(query_lens)),
             kv_lens=tuple(kv_lens),
-            block_tables=to_device(torch.from_numpy(tables), device),
-            slots=to_device(torch.from_numpy(slots), device),
+            block_tables=torch.from_numpy(tables),
+            slots=torch.from_numpy(slots),
             block_size=block_size,
             host_tables=tables,
         )
+        return batch if device is None else batch.to(torch.device(device))
 
     def to(self, device: torch.device) -> PagedBatch:
         """Return the same batch with its tensors on a device; see `to_device`."""
+        if self.slots.device == device:
+            return self
         return dataclasses.replace(
             self, block_tables=to_device(self.block_tables, device), slots=to_device(self.slots, device)
         )
+
+    def query_tiles(self, tile_tokens: int) -> Iterator[QueryTile]:
+        """Cut the query tokens of each request at multiples of `tile_tokens` positions.
+
+        >>> batch = PagedBatch.build([3, 1], [20, 4], 2 * [np.zeros(2, dtype=np.int32)], block_size=16)
+        >>> for tile in batch.query_tiles(18):
+        ...     print(tile)
+        QueryTile(request=0, start=17, end=18, first_token=0)
+        QueryTile(request=0, start=18, end=20, first_token=1)
+        QueryTile(request=1, start=3, end=4, first_token=3)
+        """
+        for request, kv_len in enumerate(self.kv_lens):
+            first_token, end_token = self.query_starts[request], self.query_starts[request + 1]
+            prefix_len = kv_len - (end_token - first_token)
+            for tile_start in range(prefix_len // tile_tokens * tile_tokens, kv_len, tile_tokens):
+                start = max(tile_start, prefix_len)
+                end = min(tile_start + tile_tokens, kv_len)
+                yield QueryTile(request, start, end, first_token + start - prefix_len)
 
     @property
     def num_requests(self) -> int:

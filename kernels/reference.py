@@ -18,7 +18,7 @@ def write_kv(
     slots: torch.Tensor,
     pool: KVPool,
     layer: int,
-    largest: torch.Tensor | None = None,
+    max_magnitudes: torch.Tensor | None = None,
 ) -> None:
     """Write the K and V of new tokens into their slots of one layer, in place.
 
@@ -28,13 +28,13 @@ def write_kv(
         slots: int64 `[num_tokens]`, `block_id * block_size + offset`, all different.
         pool: the K/V.
         layer: index into the pool's layers.
-        largest: float32 `[num_tokens, num_kv_heads]`, the largest magnitude in K and V of all layers so far, NaN if
-            one was NaN. Updated in place with the magnitudes of this layer. None if it is not needed.
+        max_magnitudes: float32 `[num_tokens, num_kv_heads]`, the largest magnitude in K and V of all layers so far,
+            NaN if one was NaN. Updated in place with the magnitudes of this layer. None if it is not needed.
     """
     written = (key,) if value is None else (key, value)
-    if largest is not None:
+    if max_magnitudes is not None:
         for vectors in written:
-            torch.maximum(largest, vectors.abs().amax(dim=-1), out=largest)
+            torch.maximum(max_magnitudes, vectors.abs().amax(dim=-1), out=max_magnitudes)
     block_ids, offsets = slots // pool.block_size, slots % pool.block_size
     stored_rows = []
     for k_or_v, vectors in enumerate(written):

@@ -10,6 +10,7 @@ runs        [ 0, 1, 2       )[ 0, 1 ............. )          and one run per req
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -77,27 +78,23 @@ def runs_in_order(num_units: Sequence[int], same_units: Sequence[int]) -> list[O
     2 3 [0 2]
     3 4 [0]
 
-    Complexity: O(num_requests x (1 + depth)), where `depth` is the maximum number of runs of one request.
+    Complexity: O(num_requests x log(num_requests)). There are at most twice as many runs as requests.
 
     Args:
         num_units: number of units of each request, in that order; at least one request.
         same_units: number of units that each request has in common with the next one, from `prefix_order`.
     """
     runs: list[OrderedRun] = []
-    pending = [(0, len(num_units), 0)]  # a range of requests, and the number of their units that are already in runs
-    while pending:
-        first, end, first_unit = pending.pop()
-        common_units = min(same_units[first : end - 1], default=num_units[first])
-        if common_units > first_unit:
-            runs.append(OrderedRun(first_unit, common_units, first, end))
-        if end - first == 1:
-            continue
-        # The requests are split where neighbors have no further unit in common. The last part is pushed first, so that
-        # the first part is on top of the stack.
-        part_end = end
-        for last in range(end - 2, first - 1, -1):
-            if same_units[last] == common_units:
-                pending.append((last + 1, part_end, common_units))
-                part_end = last + 1
-        pending.append((first, part_end, common_units))
-    return runs
+    # The runs that include the current request, each as its end unit and its first request. A run begins where the
+    # one before it ends. The first one, without units, stays.
+    open_runs = [(0, 0)]
+    for request, (end_unit, num_shared) in enumerate(zip(num_units, [*same_units, 0], strict=True)):
+        if end_unit > open_runs[-1][0]:
+            open_runs.append((end_unit, request))
+        while open_runs[-1][0] > num_shared:  # the next request does not have all units of this run
+            run_end, first = open_runs.pop()
+            run_start = max(open_runs[-1][0], num_shared)
+            runs.append(OrderedRun(run_start, run_end, first, request + 1))
+            if open_runs[-1][0] < num_shared:  # it has some of them, which are a run of their own
+                open_runs.append((num_shared, first))
+    return sorted(runs, key=attrgetter("first", "first_unit"))

@@ -1,13 +1,18 @@
-"""Computes paged attention on a CPU: torch's fused attention over pieces of the keys, merged.
+"""Computes paged attention on a CPU: torch's fused attention over each piece of the keys, and a merge of the results.
 
-    keys of a row   [ unit 0 )[ unit 1 )[ part of a unit )[ tail )     pieces, attended one by one, merged in this order
+`attention_plan.py` defines rows, tiles and pieces, and plans which rows attend to which pieces. For each group of rows:
 
-`attention_plan` splits the keys at fixed positions and joins rows of requests that share blocks. The bits of an output
-row depend only on the prefix of its token: the fused attention sums each row in an order that depends only on its keys,
-with three exceptions. It computes rows in blocks of at least 32, and sums the rows of a last block of fewer than four
-rows in another order, so the number of rows is padded to a multiple of 16. In half precision, the summation order
-depends on the number of rows unless the number of terms is a multiple of 32, so sums are padded to that. The sums of a
-single matmul may be split among threads, so `_attend` passes it twice, as a batch of two.
+    rows of a group    attend to their tails (masked) ────────┐
+                       attend to each strip (without a mask) ─┴▶ partial results ──▶ merged in the order of the keys
+
+The bits of an output row depend only on the prefix of its token: the fused attention sums each row in an order that
+depends only on its keys, with three exceptions, which are avoided:
+
+- It computes rows in blocks of at least 32, and sums the rows of a last block of fewer than four rows in another order.
+  The number of rows is padded to a multiple of 16.
+- In half precision, the order depends on the number of rows unless the number of terms is a multiple of 32. The terms
+  of each sum are padded to such a number.
+- It may split the sums of a single matmul among threads. `_attend` passes it the same matmul twice.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from radixkv.kernels.cpu.attention_plan import ROWS_MULTIPLE, SUM_MULTIPLE, AttentionSpec, Group, Strip, Tails
+from radixkv.kernels.cpu.attention_plan import ROWS_MULTIPLE, Group, Strip, Tails, missing_dims
 from radixkv.kernels.cpu.row_pieces import ELEMENTS_PER_CALL, VECTOR_ELEMENTS
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
@@ -30,25 +35,6 @@ _ROWS_PER_BLOCK = 32
 _MAX_SOFTCAP_SCORES = 1 << 24
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
-def spec_of(query: torch.Tensor, pool: KVPool, scoring: Scoring) -> AttentionSpec:
-    """Return the properties of a layer that its plan depends on.
-
-    Args:
-        query: `[num_tokens, num_query_heads, head_dim]`.
-        pool: the K/V.
-        scoring: how scores are computed, and which keys a query attends to.
-    """
-    _, num_query_heads, head_dim = query.shape
-    return AttentionSpec(
-        group_size=num_query_heads // pool.num_kv_heads,
-        row_elements=pool.num_kv_heads * head_dim,
-        dtype=query.dtype,
-        window=scoring.window,
-        is_whole=scoring.window is not None or scoring.softcap is not None,
-        reads_in_place=pool.is_by_layer and pool.dtype == query.dtype and _missing_dims(head_dim, query.dtype) == 0,
-    )
 
 
 def paged_attention(
@@ -64,7 +50,7 @@ def paged_attention(
             bfloat16 or float16. K and V are rounded to this dtype.
         pool: the K/V; the suffix is already written.
         layer: index into the pool's layers.
-        groups: the plan: `plan_cpu_attention(batch, spec_of(query, pool, scoring))`.
+        groups: the plan: `plan_cpu_attention(batch, AttentionSpec.of(query, pool, scoring))`.
         scoring: how scores are computed, and which keys a query attends to.
 
     Returns:
@@ -74,52 +60,31 @@ def paged_attention(
     output = query.new_empty(query.shape)
     outputs = output.view(num_tokens, pool.num_kv_heads, -1, head_dim).transpose(0, 1)
     for group in groups:
-        rows = _rows_of(query, pool.num_kv_heads, group)
+        rows = _rows_of(_select(query, 0, group.tokens), pool.num_kv_heads)
         attended = _attend_group(rows, pool, layer, group, scoring)[..., :head_dim]
-        by_token = torch.unflatten(attended.to(query.dtype), 1, (group.num_tokens, -1))
-        if group.tokens is None:
-            outputs[:, group.first_token : group.first_token + group.num_tokens] = by_token
-        else:
-            outputs.index_copy_(1, group.tokens, by_token)
+        outputs[:, group.tokens] = torch.unflatten(attended.to(query.dtype), 1, (group.num_tokens, -1))
     return output
 
 
-def _rows_of(query: torch.Tensor, num_kv_heads: int, group: Group) -> torch.Tensor:
+def _rows_of(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """Pack the query heads of each KV head into the rows of one matrix.
 
+    Args:
+        query: `[num_tokens, num_query_heads, head_dim]`.
+
     Returns:
-        `[num_kv_heads, num_rows + padding, head_dim]`. The padding is zeros, so that any range of rows can be extended
-        to a multiple of `ROWS_MULTIPLE`.
+        `[num_kv_heads, num_rows + padding, head_dim + padding]`. The padding is zeros; that of the rows lets any range
+        of rows be extended to a multiple of `ROWS_MULTIPLE`.
     """
-    _, num_query_heads, head_dim = query.shape
-    if group.tokens is None:
-        group_queries = query[group.first_token : group.first_token + group.num_tokens]
-    else:
-        group_queries = query.index_select(0, group.tokens)
-    # [num_kv_heads, num_tokens, group_size, head_dim]
-    by_head = torch.unflatten(group_queries, 1, (num_kv_heads, -1)).transpose(0, 1)
-    num_rows = group.num_tokens * (num_query_heads // num_kv_heads)
-    rows = query.new_empty(num_kv_heads, num_rows + ROWS_MULTIPLE - 1, head_dim)
-    torch.unflatten(rows[:, :num_rows], 1, by_head.shape[1:3]).copy_(by_head)
-    rows[:, num_rows:] = 0
-    return _fill_head_dim(rows)
-
-
-def _fill_head_dim(tensor: torch.Tensor) -> torch.Tensor:
-    missing = _missing_dims(tensor.shape[-1], tensor.dtype)
-    return pad(tensor, (0, missing)) if missing else tensor
-
-
-def _missing_dims(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the padding of the head dim to a length that all processors sum in the same order."""
-    return 0 if dtype == torch.float32 else -head_dim % SUM_MULTIPLE
+    by_head = torch.unflatten(query, 1, (num_kv_heads, -1)).transpose(0, 1)  # by KV head, token, query head in a group
+    return pad(by_head.flatten(1, 2), (0, missing_dims(query.shape[2], query.dtype), 0, ROWS_MULTIPLE - 1))
 
 
 def _attend_group(rows: torch.Tensor, pool: KVPool, layer: int, group: Group, scoring: Scoring) -> torch.Tensor:
     """Compute the attention of the rows of a group.
 
     Args:
-        rows: `[num_kv_heads, num_rows + padding, head_dim]`.
+        rows: the result of `_rows_of`.
 
     Returns:
         `[num_kv_heads, num_rows, head_dim]` in float32, or in the queries' dtype if there was nothing to merge.
@@ -128,23 +93,24 @@ def _attend_group(rows: torch.Tensor, pool: KVPool, layer: int, group: Group, sc
     if not group.strips and scoring.sinks is None:
         return tail
     num_kv_heads, num_rows = tail_lse.shape
-    num_last_pieces = 1 if scoring.sinks is None else 2  # the tail, and a sink as a piece without values
-    # The rows of each piece are padded with zeros to whole vectors.
-    lses = tail_lse.new_zeros(group.num_pieces + num_last_pieces, num_kv_heads, num_rows + -num_rows % VECTOR_ELEMENTS)
-    lses[:-num_last_pieces, :, :num_rows] = float("-inf")
-    lses[-num_last_pieces, :, :num_rows] = tail_lse
+    num_pieces = group.num_strip_pieces + 1  # the tail included
+    num_sinks = 0 if scoring.sinks is None else 1  # a sink is merged like a piece without values
+    num_padded_rows = num_rows + -num_rows % VECTOR_ELEMENTS
+    lses = tail_lse.new_full((num_pieces + num_sinks, num_kv_heads, num_padded_rows), float("-inf"))
+    lses[..., num_rows:] = 0
+    lses[num_pieces - 1, :, :num_rows] = tail_lse
     if scoring.sinks is not None:
-        lses[-1, :, :num_rows] = scoring.sinks.view(num_kv_heads, -1).repeat(1, group.num_tokens)
+        lses[num_pieces, :, :num_rows] = scoring.sinks.view(num_kv_heads, -1).repeat(1, group.num_tokens)
     partials = []
     for strip in group.strips:
-        first, end = strip.first_row, strip.end_row
-        padded_rows = rows[:, first : end + -(end - first) % ROWS_MULTIPLE]
+        first, end = strip.rows.start, strip.rows.stop
+        strip_rows = rows[:, first : end + -(end - first) % ROWS_MULTIPLE]
         key, value = _strip_kv(pool, layer, strip, rows.dtype)
-        partial, lse = _attend(padded_rows.expand(strip.num_units, -1, -1, -1), key, value, None, scoring)
-        lses[strip.first_piece : strip.first_piece + strip.num_units, :, first:end] = lse[..., : end - first]
+        partial, lse = _attend(strip_rows.expand(len(key), -1, -1, -1), key, value, None, scoring)
+        lses[strip.pieces, :, strip.rows] = lse[..., : end - first]
         partials.append(partial[:, :, : end - first])
-    shares = replace_by_shares(lses)[: group.num_pieces + 1, :, :num_rows, None]
-    return merge(group.strips, partials, tail, shares)
+    shares = _replace_by_shares(lses)[:num_pieces, :, :num_rows, None]
+    return _merge(group.strips, partials, tail, shares)
 
 
 def _attend_tails(
@@ -155,32 +121,33 @@ def _attend_tails(
     Returns:
         `[num_kv_heads, num_rows, head_dim]`, and the logarithms of the sums of weights, `[num_kv_heads, num_rows]`.
     """
+    attend = _attend if scoring.softcap is None else _attend_softcapped
     partials, lses = [], []
     for tails in group.tails:
-        tile_rows = rows[:, : tails.num_rows] if tails.rows is None else rows.index_select(1, tails.rows)
-        tile_rows = torch.unflatten(tile_rows, 1, (tails.num_tiles, tails.num_rows))
+        tile_rows = torch.unflatten(_select(rows, 1, tails.rows), 1, tails.positions.shape).transpose(0, 1)
         key, value = _tail_kv(pool, layer, tails, rows.dtype)
-        attend = _attend if scoring.softcap is None else _attend_softcapped
-        partial, lse = attend(tile_rows.transpose(0, 1), key, value, tails.mask(scoring.window, rows.dtype), scoring)
+        partial, lse = attend(tile_rows, key, value, tails.mask(scoring.window, rows.dtype), scoring)
         partials.append(partial.transpose(0, 1).flatten(1, 2))
         lses.append(lse.transpose(0, 1).flatten(1, 2))
     partial = partials[0] if len(partials) == 1 else torch.cat(partials, dim=1)
     lse = lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
-    if group.tail_rows is None:
-        return partial, lse
-    return partial.index_select(1, group.tail_rows), lse.index_select(1, group.tail_rows)
+    return _select(partial, 1, group.tail_rows), _select(lse, 1, group.tail_rows)
+
+
+def _select(tensor: torch.Tensor, dim: int, selected: slice | torch.Tensor) -> torch.Tensor:
+    """Select along a dimension: a range, as a view, or indices, as a copy."""
+    if isinstance(selected, slice):
+        return tensor.narrow(dim, selected.start, selected.stop - selected.start)
+    return tensor.index_select(dim, selected)
 
 
 def _strip_kv(pool: KVPool, layer: int, strip: Strip, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys and the values of a strip, `[num_units, num_kv_heads, unit_tokens, head_dim]` each."""
-    if strip.block_ids is None:
-        assert strip.first_block is not None, "a strip is read in place or copied"
-        num_blocks = strip.num_units * strip.unit_tokens // pool.block_size
-        blocks = pool.values[strip.first_block : strip.first_block + num_blocks, layer]
-        kv = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, num_kv_heads, num_tokens, head_dim], a view
+    if isinstance(strip.blocks, slice):  # read in place
+        kv = pool.values[strip.blocks, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
     else:
-        kv = _copy_blocks(pool, layer, strip.block_ids, dtype)
-    kv = torch.unflatten(kv, 2, (strip.num_units, strip.unit_tokens)).transpose(1, 2)
+        kv = _copy_blocks(pool, layer, strip.blocks, dtype)
+    kv = torch.unflatten(kv, 2, (-1, strip.unit_tokens)).transpose(1, 2)
     return kv[0], kv[-1]  # in a latent pool both are the same tensor
 
 
@@ -190,7 +157,7 @@ def _tail_kv(pool: KVPool, layer: int, tails: Tails, dtype: torch.dtype) -> tupl
     if tails.unwritten is not None:
         kv.index_fill_(2, tails.unwritten, 0)
     end_key = tails.num_skipped_keys + tails.num_keys
-    kv = torch.unflatten(kv, 2, (tails.num_tiles, -1))[:, :, :, tails.num_skipped_keys : end_key]
+    kv = torch.unflatten(kv, 2, (len(tails.first_keys), -1))[:, :, :, tails.num_skipped_keys : end_key]
     kv = kv.transpose(1, 2)
     return kv[0], kv[-1]
 
@@ -207,7 +174,9 @@ def _copy_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch
     scales = pool.scales
     if scales is not None:
         scales = scales[:, layer].permute(1, 2, 0, 3).index_select(2, block_ids).flatten(2, 3)
-    return _fill_head_dim(pool.to_numbers(copied, scales, dtype))
+    kv = pool.to_numbers(copied, scales, dtype)
+    padding = missing_dims(kv.shape[-1], dtype)
+    return pad(kv, (0, padding)) if padding else kv
 
 
 def _attend(
@@ -224,13 +193,13 @@ def _attend(
     Returns:
         Rows like `query`, and the logarithms of their sums of weights, float32 `[n, num_kv_heads, num_rows]`.
     """
-    if query.shape[0] * query.shape[1] == 1 and query.shape[2] <= _ROWS_PER_BLOCK and torch.get_num_threads() > 1:
+    n, num_kv_heads, num_rows, _ = query.shape
+    is_single = n * num_kv_heads == 1 and num_rows <= _ROWS_PER_BLOCK and torch.get_num_threads() > 1
+    if is_single:
         # The library would split the sums of a single matmul over its threads, so it computes the same matmul twice.
         query, key, value = (tensor.expand(2, -1, -1, -1) for tensor in (query, key, value))
-        rows, lse = _fused_attention(query, key, value, attn_mask=mask, scale=scoring.scale)
-        return rows[:1], lse[:1]
     rows, lse = _fused_attention(query, key, value, attn_mask=mask, scale=scoring.scale)
-    return rows, lse
+    return (rows[:1], lse[:1]) if is_single else (rows, lse)
 
 
 def _attend_softcapped(
@@ -243,21 +212,22 @@ def _attend_softcapped(
     """
     assert scoring.softcap is not None
     assert scoring.sinks is None, "the softcapped path returns no sums of weights"
+    n, num_kv_heads, num_rows, _ = query.shape
     rows = torch.empty(query.shape, dtype=torch.float32)
-    num_copies = 2 if query.shape[1] == 1 and torch.get_num_threads() > 1 else 1  # as in `_attend`
-    rows_per_call = max(1, _MAX_SOFTCAP_SCORES // (query.shape[1] * key.shape[2]) // ROWS_MULTIPLE) * ROWS_MULTIPLE
-    for tile in range(query.shape[0]):
+    num_copies = 2 if num_kv_heads == 1 and torch.get_num_threads() > 1 else 1  # as in `_attend`
+    rows_per_call = max(1, _MAX_SOFTCAP_SCORES // (num_kv_heads * key.shape[2]) // ROWS_MULTIPLE) * ROWS_MULTIPLE
+    for tile in range(n):
         tile_key, tile_value = (tensor[tile].float().repeat(num_copies, 1, 1) for tensor in (key, value))
-        for start in range(0, query.shape[2], rows_per_call):
+        for start in range(0, num_rows, rows_per_call):
             row_range = slice(start, start + rows_per_call)
             scores = query[tile, :, row_range].float().repeat(num_copies, 1, 1) @ tile_key.mT
             scores.mul_(scoring.scale / scoring.softcap).tanh_().mul_(scoring.softcap)
             weights = scores.add_(mask[tile, :, row_range]).softmax(dim=-1)
-            rows[tile, :, row_range] = (weights @ tile_value)[: query.shape[1]]
+            rows[tile, :, row_range] = (weights @ tile_value)[:num_kv_heads]
     return rows, rows.new_zeros(rows.shape[:3])
 
 
-def replace_by_shares(lses: torch.Tensor) -> torch.Tensor:
+def _replace_by_shares(lses: torch.Tensor) -> torch.Tensor:
     """Replace logarithms of the sums of weights by shares of the softmax sum, in place.
 
     Args:
@@ -273,7 +243,7 @@ def replace_by_shares(lses: torch.Tensor) -> torch.Tensor:
     return weights.div_(total)
 
 
-def merge(
+def _merge(
     strips: Sequence[Strip], partials: Sequence[torch.Tensor], tail: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
     """Add up partial results, weighted by their share of the softmax sum, in the order of their positions.
@@ -290,20 +260,9 @@ def merge(
     Returns:
         Float32 `[num_kv_heads, num_rows, head_dim]`.
     """
-    num_rows = tail.shape[1]
-    merged: torch.Tensor | None = None
+    merged = shares.new_full(tail.shape, -0.0)  # to which any number can be added without changing its bits, even -0.0
     for strip, partial in zip(strips, partials, strict=True):
-        first, end = strip.first_row, strip.end_row
-        pieces = partial.float().mul_(shares[strip.first_piece : strip.first_piece + strip.num_units, :, first:end])
-        first_piece, *later_pieces = pieces.unbind()
-        if merged is None and end - first == num_rows:
-            merged = first_piece
-        else:
-            if merged is None:
-                # Adding -0.0 leaves every number as it is, -0.0 included.
-                merged = shares.new_full(tail.shape, -0.0)
-            merged[:, first:end].add_(first_piece)
-        for piece in later_pieces:
-            merged[:, first:end].add_(piece)
-    last = tail.float().mul_(shares[-1])
-    return last if merged is None else merged.add_(last)
+        strip_rows = merged[:, strip.rows]
+        for piece in partial.float().mul_(shares[strip.pieces, :, strip.rows]).unbind():
+            strip_rows.add_(piece)
+    return merged.add_(tail.float().mul_(shares[-1]))

@@ -1,17 +1,29 @@
 """Plans paged attention on a CPU, once per step for all layers with the same `AttentionSpec`.
 
-The keys of a row are split into pieces at fixed positions, independent of the batch and of the cache:
+A row is one query head of one token. A tile is the rows of a request in a range of 128 positions. The keys of a tile
+are split into pieces at fixed positions, independent of the batch and of the cache:
 
     position   0 ............ 512 ........... 1024 ... 1280 ... 1408
-    pieces     [ unit 0 ......)[ unit 1 ......)[ part  )[ tail  )       of the rows of the tile [1280, 1408)
+    pieces     [ unit 0 ......)[ unit 1 ......)[ part  )[ tail  )       of the tile [1280, 1408)
 
-Rows attend to whole units of 512 keys and whole parts of 256 keys, so one matmul can serve the rows of all requests
-that share these blocks. Only the tail, which ends with a row's tile of 128 positions, is masked. A row's pieces, and
-the order in which they are merged, depend on its position alone.
+    unit       512 keys. All rows of the tile attend to them, so they need no mask
+    part       256 keys between the last unit and the tail, likewise
+    tail       the last 128 or 256 keys, which end with the tile; a mask hides the later keys from each row
+
+Rows of several tiles, of one or several requests, are computed together, as a group. If they share the blocks of units
+or parts, one matmul serves all of them:
+
+    group      [ tile of request 0 )[ tile of request 1 )[ tile of request 2 )
+    strips     [ units 0 and 1, whose blocks all three share .............. )
+               [ a part that two of them share ........ )[ another part ... )
+
+A strip is consecutive units, or consecutive parts, of the same rows. A row's pieces, and the order in which they are
+merged, depend on its position alone.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -20,7 +32,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.batch import PagedBatch, QueryTile
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.shared_prefix import prefix_order, runs_in_order
 
 # Keys of a unit. Longer units are hardly faster, and are shared less often: for 2,048 keys, 16 rows took 0.215 ms in
@@ -31,7 +45,7 @@ UNIT_TOKENS = 512
 # 9.0 ms (4.8 ms).
 PART_TOKENS = 256
 
-# Query tokens that attend to the same keys. A tile of 64 tokens has fewer masked keys, but needs twice as many calls.
+# Positions of a tile. A tile of 64 positions has fewer masked keys, but needs twice as many calls.
 TILE_TOKENS = 128
 
 # With fewer than four rows, the library's matmul takes another code path, with another summation order.
@@ -50,7 +64,8 @@ class AttentionSpec(NamedTuple):
         row_elements: elements of a row, over all KV heads: `num_kv_heads * head_dim`.
         dtype: dtype of the queries.
         window: the sliding window, None for full attention.
-        is_whole: whether a tile attends to all its keys at once: with a window, or if partial results can't be merged.
+        splits_keys: whether the keys before a tile are split into pieces. They are not if there is a window, or if
+            partial results can't be merged: a tile then attends to all its keys at once.
         reads_in_place: whether K and V of adjacent blocks can be read without copying them.
     """
 
@@ -58,8 +73,32 @@ class AttentionSpec(NamedTuple):
     row_elements: int
     dtype: torch.dtype
     window: int | None
-    is_whole: bool
+    splits_keys: bool
     reads_in_place: bool
+
+    @classmethod
+    def of(cls, query: torch.Tensor, pool: KVPool, scoring: Scoring) -> AttentionSpec:
+        """Return the properties of a layer.
+
+        Args:
+            query: `[num_tokens, num_query_heads, head_dim]`.
+            pool: the K/V.
+            scoring: how scores are computed, and which keys a query attends to.
+        """
+        _, num_query_heads, head_dim = query.shape
+        return cls(
+            group_size=num_query_heads // pool.num_kv_heads,
+            row_elements=pool.num_kv_heads * head_dim,
+            dtype=query.dtype,
+            window=scoring.window,
+            splits_keys=scoring.window is None and scoring.softcap is None,
+            reads_in_place=pool.is_by_layer and pool.dtype == query.dtype and not missing_dims(head_dim, query.dtype),
+        )
+
+
+def missing_dims(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the padding of the head dim to a length that all processors sum in the same order."""
+    return 0 if dtype == torch.float32 else -head_dim % SUM_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +106,16 @@ class Strip:
     """Consecutive units, or consecutive parts, to which some rows of a group attend without a mask.
 
     Attributes:
-        first_piece: index of the first one among the pieces of these rows.
-        num_units: number of units or parts.
+        pieces: their indices among the pieces of these rows.
         unit_tokens: keys of each unit or part.
-        first_row, end_row: range of the rows in the group.
-        first_block: the first of the adjacent blocks that are read in place; None if they are copied first.
-        block_ids: int64, the blocks to copy; None if they are read in place.
+        rows: the rows in the group.
+        blocks: adjacent blocks, which are read in place, or int64, the blocks to copy.
     """
 
-    first_piece: int
-    num_units: int
+    pieces: slice
     unit_tokens: int
-    first_row: int
-    end_row: int
-    first_block: int | None
-    block_ids: torch.Tensor | None
+    rows: slice
+    blocks: slice | torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,29 +123,25 @@ class Tails:
     """The tails of tiles with the same number of rows and of keys: the last keys of each tile, which are masked.
 
     Attributes:
-        rows: int64 `[num_tiles * num_rows]`, indices of rows in the group; each tile is padded by repeating its last
-            row. None if these are the first rows of the group.
-        num_tiles: number of tiles.
-        num_rows: rows of each tile, a multiple of `ROWS_MULTIPLE`.
+        rows: the rows in the group. If the group has several tiles, int64 `[num_tiles * num_rows]`; each tile is padded
+            by repeating its last row.
+        positions: int64 `[num_tiles, num_rows]`, the position of each row; `num_rows` is a multiple of `ROWS_MULTIPLE`.
+        first_keys: int64 `[num_tiles]`, the position of each tile's first key.
         block_ids: int64, the blocks of the keys, tile by tile.
         num_skipped_keys: keys in the first block of each tile that precede the tile's first key.
         num_keys: keys of each tile, a multiple of `SUM_MULTIPLE`.
         unwritten: int64, the slots of these blocks that may contain any values; None if there are none.
-        positions: int64 `[num_tiles, num_rows]`, the position of each row.
-        first_keys: int64 `[num_tiles]`, the position of each tile's first key.
         kept_mask: the `mask` of these tiles; None if it is too large to be kept.
     """
 
-    rows: torch.Tensor | None
-    num_tiles: int
-    num_rows: int
+    rows: slice | torch.Tensor
+    positions: torch.Tensor
+    first_keys: torch.Tensor
     block_ids: torch.Tensor
     num_skipped_keys: int
     num_keys: int
     unwritten: torch.Tensor | None
-    positions: torch.Tensor
-    first_keys: torch.Tensor
-    kept_mask: torch.Tensor | None
+    kept_mask: torch.Tensor | None = None
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return `[num_tiles, 1, num_rows, num_keys]`: 0 where a row attends to a key, and -inf elsewhere.
@@ -135,21 +165,20 @@ class Group:
     """Rows that are computed together.
 
     Attributes:
-        first_token, num_tokens: the range of packed token rows of the step, if they are consecutive.
-        tokens: int64 `[num_tokens]`, the packed token rows of the step; None if they are consecutive.
-        num_pieces: the maximum number of units and parts of a row of the group.
+        tokens: the tokens of these rows, as indices of the step's packed token rows: a range, or int64 `[num_tokens]`.
+        num_tokens: number of these tokens.
+        num_strip_pieces: the maximum number of units and parts of a row.
         strips: ordered by their first piece.
         tails: the tails of the tiles of these rows.
-        tail_rows: int64, index of each row of the group among the rows of all tails; None if the order is the same.
+        tail_rows: the index of each row of the group among the rows of all tails: a range, or int64 `[num_rows]`.
     """
 
-    first_token: int
+    tokens: slice | torch.Tensor
     num_tokens: int
-    tokens: torch.Tensor | None
-    num_pieces: int
+    num_strip_pieces: int
     strips: tuple[Strip, ...]
     tails: tuple[Tails, ...]
-    tail_rows: torch.Tensor | None
+    tail_rows: slice | torch.Tensor
 
 
 _PARTS_PER_UNIT = UNIT_TOKENS // PART_TOKENS
@@ -166,17 +195,6 @@ _MAX_COPIED_TOKENS = 8192
 _MAX_KEPT_MASK_ELEMENTS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _QueryTile:
-    """A request's query tokens at positions `[start, end)`, in the tile that begins at `tile_start`."""
-
-    request: int
-    tile_start: int
-    start: int
-    end: int
-    first_token: int  # packed row of the token at `start`
-
-
 class _GroupTiles(NamedTuple):
     """The tiles of a group, in `prefix_order`.
 
@@ -188,7 +206,7 @@ class _GroupTiles(NamedTuple):
         first_rows: the first row of each tile in the group, and the number of rows, `[num_tiles + 1]`.
     """
 
-    tiles: Sequence[_QueryTile]
+    tiles: Sequence[QueryTile]
     tables: npt.NDArray[np.int32]
     num_parts: npt.NDArray[np.int64]
     same_parts: npt.NDArray[np.int64]
@@ -219,24 +237,21 @@ def plan_cpu_attention(batch: PagedBatch, spec: AttentionSpec) -> list[Group]:
     return groups
 
 
-def _tiles(batch: PagedBatch, spec: AttentionSpec) -> Iterator[_QueryTile]:
-    for i, kv_len in enumerate(batch.kv_lens):
-        first_token, end_token = batch.query_starts[i], batch.query_starts[i + 1]
-        prefix_len = kv_len - (end_token - first_token)
-        for tile_start in range(prefix_len // TILE_TOKENS * TILE_TOKENS, kv_len, TILE_TOKENS):
-            tile_end = min(tile_start + TILE_TOKENS, kv_len)
-            first_query = max(tile_start, prefix_len)
-            tile = _QueryTile(i, tile_start, first_query, tile_end, first_token + first_query - prefix_len)
-            # A tile that exceeds the size of a group is divided. Each part attends to the same keys as the tile.
-            max_tokens = max(1, _MAX_GROUP_ELEMENTS // (_elements_per_row(tile, spec) * spec.group_size))
-            for start in range(first_query, tile_end, max_tokens):
-                end = min(start + max_tokens, tile_end)
-                yield _QueryTile(i, tile_start, start, end, first_token + start - prefix_len)
+def _tiles(batch: PagedBatch, spec: AttentionSpec) -> Iterator[QueryTile]:
+    """Yield the tiles of a step.
+
+    A tile that exceeds the size of a group is divided into tiles of fewer rows, which attend to the same keys.
+    """
+    for tile in batch.query_tiles(TILE_TOKENS):
+        max_tokens = max(1, _MAX_GROUP_ELEMENTS // (_elements_per_row(tile, spec) * spec.group_size))
+        for start in range(tile.start, tile.end, max_tokens):
+            end = min(start + max_tokens, tile.end)
+            yield QueryTile(tile.request, start, end, tile.first_token + start - tile.start)
 
 
-def _num_parts(tile: _QueryTile, spec: AttentionSpec) -> int:
+def _num_parts(tile: QueryTile, spec: AttentionSpec) -> int:
     """Return the number of whole parts before a tile, those inside units included."""
-    return 0 if spec.is_whole else tile.tile_start // PART_TOKENS
+    return tile.start // PART_TOKENS if spec.splits_keys else 0
 
 
 def _num_pieces(num_parts: int) -> int:
@@ -244,13 +259,13 @@ def _num_pieces(num_parts: int) -> int:
     return num_parts // _PARTS_PER_UNIT + num_parts % _PARTS_PER_UNIT
 
 
-def _elements_per_row(tile: _QueryTile, spec: AttentionSpec) -> int:
+def _elements_per_row(tile: QueryTile, spec: AttentionSpec) -> int:
     """Return the elements of the pieces of a row, or of its mask, whichever are more."""
     num_pieces = _num_pieces(_num_parts(tile, spec)) + 1  # the tail included
     return max(num_pieces * spec.row_elements, _num_keys(tile, spec))
 
 
-def _cut_into_groups(tiles: Sequence[_QueryTile], spec: AttentionSpec) -> Iterator[tuple[int, int]]:
+def _cut_into_groups(tiles: Sequence[QueryTile], spec: AttentionSpec) -> Iterator[tuple[int, int]]:
     """Split tiles, in order, into groups of bounded size, `[first, end)`."""
     first, num_rows, row_elements = 0, 0, 0  # of the group that is being filled
     for i, tile in enumerate(tiles):
@@ -265,18 +280,22 @@ def _cut_into_groups(tiles: Sequence[_QueryTile], spec: AttentionSpec) -> Iterat
 
 def _make_group(batch: PagedBatch, spec: AttentionSpec, group: _GroupTiles) -> Group:
     tokens = np.concatenate([tile.first_token + np.arange(tile.end - tile.start) for tile in group.tiles])
-    is_range = bool((tokens == tokens[0] + np.arange(len(tokens))).all())
     strips = [*_make_strips(batch.block_size, spec, group)] if group.num_parts.any() else []
     tails, tail_rows = _make_tails(batch, spec, group)
     return Group(
-        int(tokens[0]),
+        _as_selection(tokens),
         len(tokens),
-        None if is_range else torch.from_numpy(tokens),
-        max((strip.first_piece + strip.num_units for strip in strips), default=0),
-        tuple(sorted(strips, key=lambda strip: strip.first_piece)),
+        max((strip.pieces.stop for strip in strips), default=0),
+        tuple(sorted(strips, key=lambda strip: strip.pieces.start)),
         tails,
-        tail_rows,
+        _as_selection(tail_rows),
     )
+
+
+def _as_selection(indices: npt.NDArray[np.int64]) -> slice | torch.Tensor:
+    """Return indices as a slice if they are consecutive, which is selected without a copy."""
+    first, end = int(indices[0]), int(indices[0]) + len(indices)
+    return slice(first, end) if (indices == np.arange(first, end)).all() else torch.from_numpy(indices)
 
 
 def _make_strips(block_size: int, spec: AttentionSpec, group: _GroupTiles) -> Iterator[Strip]:
@@ -284,7 +303,7 @@ def _make_strips(block_size: int, spec: AttentionSpec, group: _GroupTiles) -> It
     num_units = num_parts // _PARTS_PER_UNIT
     for first_unit, end_unit, first, end in runs_in_order(num_units.tolist(), (same_parts // _PARTS_PER_UNIT).tolist()):
         blocks = tables[first, first_unit * UNIT_TOKENS // block_size : end_unit * UNIT_TOKENS // block_size]
-        rows = int(first_rows[first]), int(first_rows[end])
+        rows = slice(int(first_rows[first]), int(first_rows[end]))
         yield from _strips_of_run(blocks, first_unit, UNIT_TOKENS, rows, block_size, spec)
     # Tiles with different numbers of units do not share parts, even if they share the blocks.
     same_parts = np.where(num_units[1:] == num_units[:-1], same_parts, 0)
@@ -294,7 +313,7 @@ def _make_strips(block_size: int, spec: AttentionSpec, group: _GroupTiles) -> It
         if first_outside < end_part:
             blocks = tables[first, first_outside * PART_TOKENS // block_size : end_part * PART_TOKENS // block_size]
             first_piece = int(num_units[first]) + first_outside - parts_in_units
-            rows = int(first_rows[first]), int(first_rows[end])
+            rows = slice(int(first_rows[first]), int(first_rows[end]))
             yield from _strips_of_run(blocks, first_piece, PART_TOKENS, rows, block_size, spec)
 
 
@@ -302,36 +321,31 @@ def _strips_of_run(
     blocks: npt.NDArray[np.int32],
     first_piece: int,
     unit_tokens: int,
-    rows: tuple[int, int],
+    rows: slice,
     block_size: int,
     spec: AttentionSpec,
 ) -> Iterator[Strip]:
     """Split a run of units into strips of adjacent blocks, read in place, and strips of copied blocks."""
-    blocks_per_unit = unit_tokens // block_size
-    by_unit = blocks.reshape(-1, blocks_per_unit)
-    num_units = len(by_unit)
-    is_in_place = np.full(num_units, spec.reads_in_place)
+    by_unit = blocks.reshape(-1, unit_tokens // block_size)
+    is_in_place = np.full(len(by_unit), spec.reads_in_place)
     is_in_place &= (by_unit[:, 1:] - by_unit[:, :-1] == 1).all(axis=1)
-    is_next_adjacent = (by_unit[1:, 0] - by_unit[:-1, -1] == 1) & is_in_place[1:]
-    max_copied_units = max(1, _MAX_COPIED_TOKENS // unit_tokens)
-    first = 0
-    while first < num_units:
-        if is_in_place[first]:
-            breaks = np.flatnonzero(~is_next_adjacent[first:])
-            end = first + int(breaks[0]) + 1 if len(breaks) else num_units
-            yield Strip(first_piece + first, end - first, unit_tokens, *rows, int(by_unit[first, 0]), None)
-        else:
-            in_place = np.flatnonzero(is_in_place[first:])
-            next_in_place = first + int(in_place[0]) if len(in_place) else num_units
-            end = min(next_in_place, first + max_copied_units)
-            block_ids = torch.from_numpy(by_unit[first:end].reshape(-1).astype(np.int64))
-            yield Strip(first_piece + first, end - first, unit_tokens, *rows, None, block_ids)
-        first = end
+    is_adjacent = by_unit[1:, 0] - by_unit[:-1, -1] == 1  # to the unit before it
+    begins_strip = (is_in_place[1:] != is_in_place[:-1]) | (is_in_place[1:] & ~is_adjacent)
+    starts = [0, *(np.flatnonzero(begins_strip) + 1).tolist()]
+    for start, end in itertools.pairwise([*starts, len(by_unit)]):
+        max_units = end - start if is_in_place[start] else max(1, _MAX_COPIED_TOKENS // unit_tokens)
+        for first in range(start, end, max_units):
+            units = by_unit[first : min(first + max_units, end)]
+            strip_blocks: slice | torch.Tensor = slice(int(units[0, 0]), int(units[-1, -1]) + 1)
+            if not is_in_place[start]:
+                strip_blocks = torch.from_numpy(units.reshape(-1).astype(np.int64))
+            yield Strip(slice(first_piece + first, first_piece + first + len(units)), unit_tokens, rows, strip_blocks)
 
 
 def _make_tails(
     batch: PagedBatch, spec: AttentionSpec, group: _GroupTiles
-) -> tuple[tuple[Tails, ...], torch.Tensor | None]:
+) -> tuple[tuple[Tails, ...], npt.NDArray[np.int64]]:
+    """Return the tails of a group, and the index of each row of the group among the rows of all tails."""
     first_rows = group.first_rows
     tiles_by_shape: dict[tuple[int, int], list[int]] = {}  # by their number of rows and of keys
     for i, tile in enumerate(group.tiles):
@@ -348,20 +362,24 @@ def _make_tails(
                     first_rows[i + 1] - first_rows[i]
                 )
                 num_tail_rows += num_rows
-    is_same_order = num_tail_rows == len(tail_rows) and bool((tail_rows == np.arange(num_tail_rows)).all())
-    return tuple(tails), None if is_same_order else torch.from_numpy(tail_rows)
+    return tuple(tails), tail_rows
 
 
-def _num_keys(tile: _QueryTile, spec: AttentionSpec) -> int:
+def _num_keys(tile: QueryTile, spec: AttentionSpec) -> int:
     """Return the number of keys in the tail of a tile."""
-    return tile.tile_start + TILE_TOKENS - _first_key(tile, spec)
+    return _tile_start(tile) + TILE_TOKENS - _first_key(tile, spec)
 
 
-def _first_key(tile: _QueryTile, spec: AttentionSpec) -> int:
+def _first_key(tile: QueryTile, spec: AttentionSpec) -> int:
     """Return the position of the first key in the tail of a tile."""
-    if not spec.is_whole:
-        return tile.tile_start // PART_TOKENS * PART_TOKENS
-    return _first_visible(tile.tile_start, spec) // SUM_MULTIPLE * SUM_MULTIPLE
+    if spec.splits_keys:
+        return tile.start // PART_TOKENS * PART_TOKENS
+    return _first_visible(_tile_start(tile), spec) // SUM_MULTIPLE * SUM_MULTIPLE
+
+
+def _tile_start(tile: QueryTile) -> int:
+    """Return the position at which a tile begins, even if its first query token comes later."""
+    return tile.start // TILE_TOKENS * TILE_TOKENS
 
 
 def _first_visible(position: int, spec: AttentionSpec) -> int:
@@ -395,16 +413,13 @@ def _tails_of_shape(
     first_visible = np.array([_first_visible(tile.start, spec) for tile in tiles])[:, None]
     is_written = (slots < kv_lens) & (slots >= first_visible)
     tails = Tails(
-        torch.from_numpy(rows.reshape(-1)) if len(group.tiles) > 1 else None,
-        len(tiles),
-        num_rows,
+        torch.from_numpy(rows.reshape(-1)) if len(group.tiles) > 1 else slice(0, num_rows),
+        torch.from_numpy(positions),
+        torch.from_numpy(first_keys),
         torch.from_numpy(group.tables[np.array(tile_indices)[:, None], table_columns].reshape(-1).astype(np.int64)),
         num_skipped_keys,
         num_keys,
         None if is_written.all() else torch.from_numpy(np.flatnonzero(~is_written)),
-        torch.from_numpy(positions),
-        torch.from_numpy(first_keys),
-        None,
     )
     if rows.size * num_keys > _MAX_KEPT_MASK_ELEMENTS:
         return tails

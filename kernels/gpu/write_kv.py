@@ -19,7 +19,7 @@ def write_kv(
     slots: torch.Tensor,
     pool: KVPool,
     layer: int,
-    largest: torch.Tensor | None = None,
+    max_magnitudes: torch.Tensor | None = None,
 ) -> None:
     """Compute `reference.write_kv` in one launch.
 
@@ -31,8 +31,8 @@ def write_kv(
             negative slot is padding and is not written.
         pool: the K/V, ordered by block; not latent.
         layer: index into the pool's layers.
-        largest: float32 `[num_tokens, num_kv_heads]`, contiguous, or None; see `reference.write_kv`. Padding does not
-            change it.
+        max_magnitudes: float32 `[num_tokens, num_kv_heads]`, contiguous, or None; see `reference.write_kv`. Padding
+            does not change it.
 
     Raises:
         ValueError: the last dimension of `key` or `value` is strided, or the pool is latent.
@@ -49,7 +49,7 @@ def write_kv(
         slots,
         pool.values,
         pool.scales,
-        largest,
+        max_magnitudes,
         num_tokens,
         key.stride(0),
         key.stride(1),
@@ -82,7 +82,7 @@ def _write_tile(  # type: ignore[no-untyped-def]
     slots,
     values,
     scales,
-    largest,
+    max_magnitudes,
     num_tokens,
     key_token_stride,
     key_head_stride,
@@ -106,7 +106,7 @@ def _write_tile(  # type: ignore[no-untyped-def]
 ):
     """Write K and V of some tokens of one KV head. A program writes whole vectors, since each has its own scale.
 
-    `largest` is the magnitude of the tokens; LARGEST and LARGEST_KEY are what the dtype of values and keys can hold.
+    LARGEST and LARGEST_KEY are the largest numbers that the dtypes of values and of keys can hold.
     """
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -114,8 +114,8 @@ def _write_tile(  # type: ignore[no-untyped-def]
     is_token = slot >= 0
     dims, pairs = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM // 2)
     mask = is_token[:, None] & (dims < HEAD_DIM)[None, :]
-    if largest is not None:
-        largest_so_far = tl.load(largest + tokens * NUM_KV_HEADS + kv_head, mask=is_token, other=0.0)
+    if max_magnitudes is not None:
+        magnitudes = tl.load(max_magnitudes + tokens * NUM_KV_HEADS + kv_head, mask=is_token, other=0.0)
     row = kv_head * BLOCK_SIZE + slot % BLOCK_SIZE  # within a layer
     targets = values + (slot // BLOCK_SIZE * value_stride + layer * LAYER_SIZE + row * ROW_SIZE)
     for k_or_v in tl.static_range(2):
@@ -124,8 +124,8 @@ def _write_tile(  # type: ignore[no-untyped-def]
         else:
             sources = value + tokens.to(tl.int64) * value_token_stride + kv_head * value_head_stride
         numbers = tl.load(sources[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        if largest is not None:
-            largest_so_far = _larger(largest_so_far, numbers)
+        if max_magnitudes is not None:
+            magnitudes = _larger(magnitudes, numbers)
         if LARGEST is not None:
             vector_scales = _scales(numbers, LARGEST_KEY if k_or_v == 0 else LARGEST, SMALLEST_SCALE)
             scale_row = (layer * 2 + k_or_v) * NUM_KV_HEADS * BLOCK_SIZE + row  # within its block
@@ -140,8 +140,8 @@ def _write_tile(  # type: ignore[no-untyped-def]
             tl.store(vectors + pairs[None, :], packed.to(values.dtype.element_ty), mask=is_pair)
         else:
             tl.store(vectors + dims[None, :], numbers.to(values.dtype.element_ty), mask=mask)
-    if largest is not None:
-        tl.store(largest + tokens * NUM_KV_HEADS + kv_head, largest_so_far, mask=is_token)
+    if max_magnitudes is not None:
+        tl.store(max_magnitudes + tokens * NUM_KV_HEADS + kv_head, magnitudes, mask=is_token)
 
 
 @triton.jit

@@ -67,6 +67,9 @@ class Attention:
         work: the plan for the heads of `queries` and `pool`, and for the window of `scoring`.
         scoring: scale, window and softcap of the layers.
         num_threads: number of threads.
+
+    Attributes:
+        problem: address of the `Problem`, for other C++ functions; valid as long as this object.
     """
 
     def __init__(
@@ -90,17 +93,13 @@ class Attention:
             *(scoring.window or 0, num_threads),
             *(scoring.scale, scoring.softcap or 0.0),
         )
+        self.problem = ctypes.addressof(self._problem)
         self._attend = library.radixkv_attend
         self._attend.argtypes, self._attend.restype = (_POINTER,) * 6, None
         self._pool_address = values.data_ptr()
         self._layer_stride_bytes = values.stride(1) * values.element_size()
         self._value_offset_bytes = 0 if pool.is_latent else values.stride(2) * values.element_size()
         self._shape = (queries.num_tokens, queries.num_heads, queries.head_dim)
-
-    @property
-    def problem(self) -> int:
-        """The address of the `Problem`, for other C++ functions; valid as long as this object."""
-        return ctypes.addressof(self._problem)
 
     def kv_addresses(self, layer: int) -> tuple[int, int]:
         """Return the addresses of a layer's keys and of its values."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.batch import PagedBatch, QueryTile
 from radixkv.kernels.shared_prefix import prefix_order, runs_in_order
 
 Ints = npt.NDArray[np.int32]
@@ -68,15 +68,6 @@ class AttentionWork:
         return int((self.items[:, 2] - self.items[:, 1]).max())
 
 
-class _Tile(NamedTuple):
-    """A request's tokens at positions `[start, end)`. Packed token `first_token` is at `start`."""
-
-    request: int
-    start: int
-    end: int
-    first_token: int
-
-
 class _SortedTiles(NamedTuple):
     """Tiles, sorted so that tiles that share keys are adjacent.
 
@@ -89,7 +80,7 @@ class _SortedTiles(NamedTuple):
         starts: the number of tokens in the tiles before each tile, and then in all tiles, `[num_tiles + 1]`.
     """
 
-    tiles: Sequence[_Tile]
+    tiles: Sequence[QueryTile]
     num_units: npt.NDArray[np.int64]
     same_units: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
@@ -134,7 +125,7 @@ def _unit_tokens(batch: PagedBatch) -> int:
 
 
 def _sort_tiles(batch: PagedBatch, window: int | None) -> _SortedTiles:
-    unit_tokens, tiles = _unit_tokens(batch), [*_make_tiles(batch)]
+    unit_tokens, tiles = _unit_tokens(batch), [*batch.query_tiles(BLOCK_KEYS)]
     num_units = np.array([0 if window else tile.start // unit_tokens for tile in tiles])
     tables = batch.host_tables[[tile.request for tile in tiles]]
     order, same_units = prefix_order(tables, num_units, unit_tokens // batch.block_size)
@@ -173,15 +164,6 @@ def _make_rounds(
 
 def _ints(numbers: npt.ArrayLike) -> Ints:
     return np.ascontiguousarray(numbers, dtype=np.int32)
-
-
-def _make_tiles(batch: PagedBatch) -> Iterator[_Tile]:
-    for i, kv_len in enumerate(batch.kv_lens):
-        first_token, end_token = batch.query_starts[i], batch.query_starts[i + 1]
-        prefix_len = kv_len - (end_token - first_token)
-        for tile_start in range(prefix_len // BLOCK_KEYS * BLOCK_KEYS, kv_len, BLOCK_KEYS):
-            start = max(tile_start, prefix_len)
-            yield _Tile(i, start, min(tile_start + BLOCK_KEYS, kv_len), first_token + start - prefix_len)
 
 
 def _groups(same_units: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:

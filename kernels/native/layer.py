@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from radixkv.kernels.native.addresses import address_of
 from radixkv.kernels.native.attention import Attention, Queries
 from radixkv.kernels.native.gemm import Panels
 from radixkv.kernels.native.library import DTYPE_CODES
-from radixkv.kernels.native.rows import NativeNorm
+from radixkv.kernels.native.rows import NativeNorm, address_of
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
@@ -59,7 +58,10 @@ class KVView:
         layers: indices of the layers in the pool.
         sinks: float32 `[num_query_heads]`, contiguous, or None.
         slots: int64 `[num_tokens]`, contiguous; see `reference.write_kv`.
-        largest: float32 `[num_tokens, num_kv_heads]`, contiguous, updated with magnitudes of K and V.
+        max_magnitudes: float32 `[num_tokens, num_kv_heads]`, contiguous; see `reference.write_kv`.
+
+    Attributes:
+        address: the address of an array with a `KVView` for each layer; valid as long as this object.
     """
 
     def __init__(
@@ -68,19 +70,14 @@ class KVView:
         layers: Sequence[int],
         sinks: torch.Tensor | None,
         slots: torch.Tensor,
-        largest: torch.Tensor,
+        max_magnitudes: torch.Tensor,
     ) -> None:
-        step_addresses = (None if sinks is None else sinks.data_ptr(), slots.data_ptr(), largest.data_ptr())
-        problem, kv_addresses = attention.problem, attention.kv_addresses
+        step_addresses = (None if sinks is None else sinks.data_ptr(), slots.data_ptr(), max_magnitudes.data_ptr())
         self._views = (_KVViewStruct * len(layers))(
-            *[_KVViewStruct(problem, *kv_addresses(layer), *step_addresses) for layer in layers]
+            *[_KVViewStruct(attention.problem, *attention.kv_addresses(layer), *step_addresses) for layer in layers]
         )
-        self._referenced = (attention, sinks, slots, largest)  # keeps the memory of the pointers alive
-
-    @property
-    def address(self) -> int:
-        """The address of an array with a `KVView` for each layer; valid as long as this object."""
-        return ctypes.addressof(self._views)
+        self.address = ctypes.addressof(self._views)
+        self._referenced = (attention, sinks, slots, max_magnitudes)  # keeps the memory of the pointers alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +164,10 @@ class NativeLayers:
             ValueError: rows, `cos` or `sin` have another dtype or shape, or are not contiguous.
         """
         parts, num_tokens = self._layers[0], rows.shape[-2]
-        rotated_shape = (*cos.shape[:-2], num_tokens, parts.head_dim)
-        rows_address = address_of("rows", rows, parts.dtype, (*rows.shape[:-1], len(parts.first.weight)))
-        cos_address = address_of("cos", cos, parts.dtype, rotated_shape)
-        sin_address = address_of("sin", sin, parts.dtype, rotated_shape)
+        dtype, rotated_shape = parts.dtype, (*cos.shape[:-2], num_tokens, parts.head_dim)
+        rows_address = address_of("rows", rows, dtype, (*rows.shape[:-1], len(parts.first.weight)))
+        cos_address = address_of("cos", cos, dtype, rotated_shape)
+        sin_address = address_of("sin", sin, dtype, rotated_shape)
         output = torch.empty_like(rows)
         self._call(
             ctypes.addressof(self._structures),

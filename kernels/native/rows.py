@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.native.addresses import address_of
 from radixkv.kernels.native.library import DTYPE_CODES
 from radixkv.kernels.norm_style import NormStyle
 
@@ -89,15 +88,15 @@ class NativeRows:
         slots: torch.Tensor,
         pool: KVPool,
         layer: int,
-        largest: torch.Tensor | None = None,
+        max_magnitudes: torch.Tensor | None = None,
     ) -> None:
         """Compute `reference.write_kv` for a pool that is not quantized.
 
-        The heads of a token must be adjacent in `key` and in `value`; `slots` and `largest` must be contiguous.
+        The heads of a token must be adjacent in `key` and in `value`; `slots` and `max_magnitudes` must be contiguous.
 
         Raises:
-            ValueError: an argument does not meet these conditions, or `value`, `slots` or `largest` has another dtype
-                or shape.
+            ValueError: an argument does not meet these conditions, or `value`, `slots` or `max_magnitudes` has another
+                dtype or shape.
         """
         _require_adjacent_heads("key", key)
         if value is not None:
@@ -106,13 +105,15 @@ class NativeRows:
                 expected, got = (f"shape {tuple(tensor.shape)} in {tensor.dtype}" for tensor in (key, value))
                 raise ValueError(f"value: expected {expected}, got {got}")
         slots_address = address_of("slots", slots, torch.int64, key.shape[:1])
-        largest_address = None if largest is None else address_of("largest", largest, torch.float32, key.shape[:2])
+        magnitudes_address = None
+        if max_magnitudes is not None:
+            magnitudes_address = address_of("max_magnitudes", max_magnitudes, torch.float32, key.shape[:2])
         values = pool.values
         keys_address = values.data_ptr() + layer * values.stride(1) * values.element_size()
         values_address = keys_address + values.stride(2) * values.element_size()
         self._write(
             *(key.data_ptr(), None if value is None else value.data_ptr(), slots_address),
-            *(keys_address, values_address, largest_address),
+            *(keys_address, values_address, magnitudes_address),
             *(*key.shape, pool.block_size, key.stride(0), 0 if value is None else value.stride(0)),
             *(values.stride(3), values.stride(0), DTYPE_CODES[key.dtype], DTYPE_CODES[pool.dtype]),
         )
@@ -161,3 +162,23 @@ def has_adjacent_heads(heads: torch.Tensor) -> bool:
 def _require_adjacent_heads(name: str, heads: torch.Tensor) -> None:
     if not has_adjacent_heads(heads):
         raise ValueError(f"{name}: expected adjacent heads without gaps, got strides {heads.stride()}")
+
+
+def address_of(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return the address of a tensor's data for C++, which does not check dtypes and shapes.
+
+    Args:
+        name: name of the argument, for the error message.
+        tensor: a tensor on the CPU.
+        dtype, shape: the dtype and shape that the C++ code expects.
+
+    Raises:
+        ValueError: the tensor has another dtype or shape, or is not contiguous.
+    """
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+        order = "contiguous" if tensor.is_contiguous() else "strided"
+        raise ValueError(
+            f"{name}: expected a contiguous tensor of shape {tuple(shape)} in {dtype}, "
+            f"got a {order} one of shape {tuple(tensor.shape)} in {tensor.dtype}"
+        )
+    return tensor.data_ptr()

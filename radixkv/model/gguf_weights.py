@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# The elements and the bytes of a block, by the type of the tensor.
+_BLOCK_SIZES = {name: (block_elements, block_bytes) for name, block_elements, block_bytes in TENSOR_TYPES.values()}
 _CHUNK_ELEMENTS = 2**20  # elements that are dequantized at once: 4 MiB in float32
 
 
@@ -134,38 +136,34 @@ def _quantized_weight(
     """Return a weight in a format of radixkv's kernels, with its rows in the order of transformers."""
     tensor = file.tensors[gguf_name]
     tensor_bytes = np.array(file_bytes[tensor.offset : tensor.offset + tensor.num_bytes])
-    rows = torch.from_numpy(tensor_bytes).view(tensor.shape[0], -1)
-    _, block_bytes = _block_size(tensor)
+    _, block_bytes = _BLOCK_SIZES[tensor.type]
+    blocks = torch.from_numpy(tensor_bytes).view(tensor.shape[0], -1, block_bytes)
     quantized: QuantizedWeight | None = None
     if tensor.type == "Q8_0":  # a block is a scale and codes
-        blocks = rows.view(len(rows), -1, block_bytes)
         codes = blocks[..., 2:].contiguous().view(torch.int8)
         quantized = QuantizedWeight(codes.flatten(1), _leading_float16(blocks), None, dtype)
     elif tensor.type == "Q4_0":  # a block is a scale and codes, of which code 8 means zero
-        blocks = rows.view(len(rows), -1, block_bytes)
         scales = _leading_float16(blocks)
         quantized = QuantizedWeight(_nibbles(blocks[..., 2:]).flatten(1), scales, -8 * scales, dtype)
     elif tensor.type == "Q4_1":  # a block is a scale, a minimum, and codes
-        blocks = rows.view(len(rows), -1, block_bytes)
         scales, minima = _leading_float16(blocks), _leading_float16(blocks[..., 2:])
         quantized = QuantizedWeight(_nibbles(blocks[..., 4:]).flatten(1), scales, minima, dtype)
     elif tensor.type == "Q4_K":
-        quantized = _from_q4_k(rows, dtype)
+        quantized = _from_q4_k(blocks, dtype)
     if quantized is None or not quantized.is_finite:
         quantized = QuantizedWeight.quantize(_values(tensor, file_bytes, torch.float32), 8, dtype)
     order = _row_order(file, gguf_name, len(quantized), config)
     return quantized if order is None else quantized.rows(order)
 
 
-def _from_q4_k(rows: torch.Tensor, dtype: torch.dtype) -> QuantizedWeight:
-    """Read blocks of 256 elements, 144 bytes each.
+def _from_q4_k(blocks: torch.Tensor, dtype: torch.dtype) -> QuantizedWeight:
+    """Read blocks of 256 elements, uint8 `[num_rows, blocks per row, 144]`.
 
     bytes of a block    [0, 2)    scale, float16
                         [2, 4)    negated minimum, float16
                         [4, 16)   6-bit factors of scale and minimum, one of each for 32 elements
                         [16, 144) codes of 4 bits
     """
-    blocks = rows.view(len(rows), -1, 144)
     # Factors of the first four groups are the lower 6 bits of 4 bytes for scales, and of 4 bytes for minima. Those of
     # the last four groups have their lower 4 bits in the last 4 bytes, and their upper 2 bits in the first 8.
     factor_bytes = blocks[..., 4:16].int()
@@ -249,12 +247,6 @@ def _row_order(file: GgufFile, gguf_name: str, num_rows: int, config: Any) -> to
     return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
 
 
-def _block_size(tensor: GgufTensor) -> tuple[int, int]:
-    """Return the elements and the bytes of each block of a tensor."""
-    sizes = {name: (block_elements, block_bytes) for name, block_elements, block_bytes in TENSOR_TYPES.values()}
-    return sizes[tensor.type]
-
-
 def _values(tensor: GgufTensor, file_bytes: _Bytes, dtype: torch.dtype) -> torch.Tensor:
     """Return the elements of a tensor in `dtype`."""
     values = torch.empty(tensor.shape, dtype=dtype)
@@ -267,7 +259,7 @@ def _values(tensor: GgufTensor, file_bytes: _Bytes, dtype: torch.dtype) -> torch
 
 def _chunks(tensor: GgufTensor, file_bytes: _Bytes) -> Iterator[torch.Tensor]:
     """Iterate over the elements of a tensor, in chunks of whole blocks."""
-    block_elements, block_bytes = _block_size(tensor)
+    block_elements, block_bytes = _BLOCK_SIZES[tensor.type]
     blocks = file_bytes[tensor.offset : tensor.offset + tensor.num_bytes].reshape(-1, block_bytes)
     chunk_blocks = max(1, _CHUNK_ELEMENTS // block_elements)
     for start in range(0, len(blocks), chunk_blocks):

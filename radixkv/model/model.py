@@ -253,7 +253,7 @@ class Model:
                 device=self.device,
                 is_exact=self.is_exact,
             )
-            for layers in shape.alike
+            for layers in shape.layers_by_heads
         )
 
     def try_adapter(self, files: AdapterFiles) -> None:

@@ -43,7 +43,7 @@ class KVShape:
     """K and V of one token in one model.
 
     >>> shape = KVShape.of_layers([KVHeads(8, 256), KVHeads(2, 512), KVHeads(8, 256)], torch.bfloat16)
-    >>> shape.alike, shape.of((1,)).token_bytes
+    >>> shape.layers_by_heads, shape.of((1,)).token_bytes
     (((0, 2), (1,)), 4096)
 
     Attributes:
@@ -74,14 +74,14 @@ class KVShape:
         return KVShape.of_layers([self.heads[layer] for layer in layers], self.dtype, is_latent=self.is_latent)
 
     @property
-    def alike(self) -> tuple[tuple[int, ...], ...]:
+    def layers_by_heads(self) -> tuple[tuple[int, ...], ...]:
         """Groups of layers with the same heads, in the order of their first layers."""
         if not self.heads:
             return (tuple(range(self.num_layers)),)
-        layers_by_heads: dict[KVHeads, list[int]] = {}
+        groups: dict[KVHeads, list[int]] = {}
         for layer, heads in enumerate(self.heads):
-            layers_by_heads.setdefault(heads, []).append(layer)
-        return tuple(map(tuple, layers_by_heads.values()))
+            groups.setdefault(heads, []).append(layer)
+        return tuple(map(tuple, groups.values()))
 
     @property
     def format(self) -> KVFormat:
@@ -92,7 +92,7 @@ class KVShape:
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in all layers, with scales."""
         if self.heads:
-            return sum(self.of(layers).token_bytes for layers in self.alike)
+            return sum(self.of(layers).token_bytes for layers in self.layers_by_heads)
         num_vectors = self.num_layers * (1 if self.is_latent else 2) * self.num_kv_heads
         return self.format.bytes_of(num_vectors, num_vectors * self.head_dim)
 
@@ -226,11 +226,12 @@ class LayersByPool(NamedTuple):
 def divided_layers(shape: KVShape, groups: LayerGroups | None) -> LayersByPool:
     """Divide layers by their K/V shape, and by whether they store every token. Without `groups`, all layers do."""
     if groups is None:
-        return LayersByPool(shape.alike, ())
+        return LayersByPool(shape.layers_by_heads, ())
 
     def select(*, is_windowed: bool) -> tuple[tuple[int, ...], ...]:
         selected = (
-            tuple(layer for layer in layers if groups.are_windowed[layer] == is_windowed) for layers in shape.alike
+            tuple(layer for layer in layers if groups.are_windowed[layer] == is_windowed)
+            for layers in shape.layers_by_heads
         )
         return tuple(filter(None, selected))  # without the shapes that no selected layer has
 

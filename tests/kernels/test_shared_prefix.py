@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,3 +70,49 @@ def test_no_units_make_no_runs() -> None:
 
 def test_a_request_that_ends_inside_a_shared_prefix_shares_it_up_to_its_end() -> None:
     assert shared_runs([[5, 6, 7]] * 3, [3, 1, 3], 1) == [(0, 1, (0, 1, 2)), (1, 3, (0, 2))]
+
+
+class CountedUnits(list[int]):
+    """A list that counts how many of its elements are read."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        element = super().__getitem__(index)
+        self.num_read += len(element) if isinstance(index, slice) else 1
+        return element
+
+    def __iter__(self) -> Iterator[int]:
+        for element in super().__iter__():
+            self.num_read += 1
+            yield element
+
+
+@pytest.mark.parametrize(
+    ("num_units", "same_units"),
+    [
+        (range(1, 1001), range(1, 1000)),
+        (range(1000, 0, -1), range(999, 0, -1)),
+        ([1000] * 1000, range(999)),
+        ([1000] * 1000, range(998, -1, -1)),
+    ],
+    ids=["each ends where the next goes on", "each goes on where the next ends", "deeper", "shallower"],
+)
+def test_requests_that_branch_off_one_after_another_are_read_once(num_units: range, same_units: range) -> None:
+    counted = CountedUnits(num_units), CountedUnits(same_units)
+    runs = runs_in_order(*counted)
+    assert sum(each.num_read for each in counted) == 1999
+    assert sum((end_unit - first_unit) * (end - first) for first_unit, end_unit, first, end in runs) == sum(num_units)
+
+
+def test_a_run_precedes_those_that_continue_it_and_those_of_later_requests() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        num_units = [rng.randint(0, 6) for _ in range(rng.randint(1, 12))]
+        same_units = [rng.randint(0, min(pair)) for pair in itertools.pairwise(num_units)]
+        runs = runs_in_order(num_units, same_units)
+        for earlier, later in itertools.combinations(runs, 2):
+            continues = (
+                earlier.first <= later.first and later.end <= earlier.end and earlier.end_unit <= later.first_unit
+            )
+            assert continues or earlier.end <= later.first

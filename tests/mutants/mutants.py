@@ -591,20 +591,25 @@ KERNEL_MUTANTS = (
         "np.minimum(same_blocks // blocks_per_unit, np.minimum(ordered_counts[1:], ordered_counts[:-1]))",
         "same_blocks // blocks_per_unit",
     ),
-    Mutant("kernels/shared_prefix.py", "        if common_units > first_unit:\n", "        if True:\n"),
+    Mutant("kernels/shared_prefix.py", "        if end_unit > open_runs[-1][0]:\n", "        if True:\n"),
+    Mutant("kernels/shared_prefix.py", "            if open_runs[-1][0] < num_shared:", "            if False:"),
     Mutant(
         "kernels/cpu/attention_plan.py",
         "    is_in_place &= (by_unit[:, 1:] - by_unit[:, :-1] == 1).all(axis=1)\n",
         "",
     ),
-    Mutant("kernels/cpu/attention_plan.py", " == 1) & is_in_place[1:]\n", " == 1)\n"),
+    Mutant("kernels/cpu/attention_plan.py", "(is_in_place[1:] & ~is_adjacent)", "False"),
     Mutant("kernels/cpu/attention_plan.py", "np.where(num_units[1:] == num_units[:-1], same_parts, 0)", "same_parts"),
     Mutant(
         "kernels/cpu/attention_plan.py",
         "    table_columns = np.minimum(table_columns, (kv_lens - 1) // block_size)\n",
         "",
     ),
-    Mutant("kernels/cpu/attention_plan.py", "return 0 if spec.is_whole else", "return"),
+    Mutant(
+        "kernels/cpu/attention_plan.py",
+        "tile.start // PART_TOKENS if spec.splits_keys else 0",
+        "tile.start // PART_TOKENS",
+    ),
     Mutant(
         "kernels/cpu/attention_plan.py",
         "first_piece = int(num_units[first]) + first_outside",
@@ -613,13 +618,13 @@ KERNEL_MUTANTS = (
     Mutant(
         "kernels/cpu/attention_plan.py", "            is_hidden |= keys <= positions - window\n", "            pass\n"
     ),
-    Mutant("kernels/cpu/attention.py", '    lses[:-num_last_pieces, :, :num_rows] = float("-inf")\n', ""),
+    Mutant("kernels/cpu/attention.py", 'num_padded_rows), float("-inf"))', "num_padded_rows), 0.0)"),
     Mutant("kernels/cpu/attention.py", "        kv.index_fill_(2, tails.unwritten, 0)\n", "        pass\n"),
-    Mutant("kernels/cpu/attention.py", "merged is None else merged.add_(last)", "merged is None else merged"),
+    Mutant("kernels/cpu/attention.py", "merged.add_(tail.float().mul_(shares[-1]))", "merged"),
     Mutant(
         "kernels/cpu/attention.py",
-        "[: group.num_pieces + 1, :, :num_rows, None]",
-        "[-group.num_pieces - 1 :, :, :num_rows, None]",
+        "_replace_by_shares(lses)[:num_pieces,",
+        "_replace_by_shares(lses)[-num_pieces:,",
     ),
     Mutant("kernels/native/attention_work.py", "max(0, tile.start + 1 - window) if window else 0", "0"),
     Mutant(
@@ -656,7 +661,7 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/layer.cpp", "    norm_heads(layer_.key, ", "    norm_heads(layer_.query, "),
     Mutant("kernels/native/layer.cpp", "add(output, normed, output", "add(rows, normed, output"),
     Mutant("kernels/native/rows.py", 'address_of("cos", cos, heads.dtype, (num_tokens, head_dim))', "cos.data_ptr()"),
-    Mutant("kernels/native/layer.py", 'address_of("sin", sin, parts.dtype, rotated_shape)', "sin.data_ptr()"),
+    Mutant("kernels/native/layer.py", 'address_of("sin", sin, dtype, rotated_shape)', "sin.data_ptr()"),
     Mutant("kernels/cpu/gemm_trial.py", "if watch.is_busy and batch_invariant", "if False and batch_invariant"),
     Mutant(
         "kernels/cpu/gemm_trial.py",
@@ -665,9 +670,7 @@ KERNEL_MUTANTS = (
     ),
     Mutant("kernels/cpu/stopwatch.py", "if not call_time.has_waited), default", "), default"),
     Mutant("kernels/cpu/stopwatch.py", "not (self.is_busy or _are_enough(times))", "not _are_enough(times)"),
-    Mutant(
-        "kernels/cpu/gemm_trial.py", "HEAD_START if GEMM_BACKENDS[candidate.name].is_batch_invariant else 1.0", "1.0"
-    ),
+    Mutant("kernels/cpu/gemm_trial.py", "HEAD_START if self.is_batch_invariant else 1.0", "1.0"),
     Mutant("model/layers/native_layers.py", "mlp.up is None and mlp.gate_rows != rows.gate", "False"),
     Mutant("model/layers/native_layers.py", "len(native.weight) != head_dim", "False"),
     Mutant("model/attention/paged_step.py", " or self._watched or self._is_reading", ""),
@@ -717,7 +720,11 @@ KERNEL_MUTANTS = (
     ),
     Mutant("kernels/native/gemm.py", "weight.shape[1] % _library.word_numbers[weight.dtype] == 0", "True"),
     Mutant("kernels/cpu/row_tiles.py", "(0, 0, 0, padding)", "(0, 0, padding, 0)"),
-    Mutant("kernels/cpu/gemm_trial.py", "            if not agrees(expected):\n                continue\n", ""),
+    Mutant(
+        "kernels/cpu/gemm_trial.py",
+        "                if not _agree(expected, positions, results):\n                    continue\n",
+        "",
+    ),
     Mutant("kernels/cpu/gemm_trial.py", "torch.equal(result, expected[position])", "torch.equal(result, result)"),
 )
 

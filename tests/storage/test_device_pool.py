@@ -73,7 +73,7 @@ def test_layers_of_different_heads_add_up() -> None:
     assert shape.stored_as("int8").token_bytes == 2 * (2 * 8 * (256 + 4) + 2 * (512 + 4))
     uniform = KVShape.of_layers([KVHeads(2, 8)] * 3, torch.bfloat16)
     assert uniform == KVShape(3, 2, 8, torch.bfloat16)
-    assert uniform.alike == ((0, 1, 2),)
+    assert uniform.layers_by_heads == ((0, 1, 2),)
 
 
 def test_k8v4_needs_an_even_size_in_every_layer() -> None:

@@ -1,4 +1,4 @@
-"""The weights of a model: detects changes, and computes digests of everything that K/V depend on."""
+"""The weights and adapters of a model: detects changes, and computes digests of everything that K/V depend on."""
 
 from __future__ import annotations
 
@@ -39,6 +39,26 @@ class WeightVersions:
             reference() is each and (pointer, version) == (each.data_ptr(), _version(each))
             for (_, each), (reference, pointer, version) in zip(weights, self._versions, strict=True)
         )
+
+
+class ActiveAdapters:
+    """The LoRA adapters of a model, which PEFT inserts as layers.
+
+    Args:
+        model: the model. This object becomes outdated if PEFT inserts further layers. That also adds parameters, which
+            `WeightVersions` detects.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._layers = [(name, each) for name, each in model.named_modules() if hasattr(each, "merged_adapters")]
+
+    def describe_active(self) -> str:
+        """Describe which adapters are active in which layers, and how strongly; empty without any layer."""
+        described = [
+            (name, tuple(each.active_adapters), each.disable_adapters, tuple(each.merged_adapters), _scaling(each))
+            for name, each in self._layers
+        ]
+        return repr(described) if described else ""
 
 
 def digest_of_model(model: Any) -> str:
@@ -89,3 +109,7 @@ def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _version(weight: torch.Tensor) -> int:
     return -1 if weight.is_inference() else weight._version  # inference tensors have no version
+
+
+def _scaling(layer: Any) -> tuple[tuple[str, float], ...]:
+    return tuple(getattr(layer, "scaling", {}).items())

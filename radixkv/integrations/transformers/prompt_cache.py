@@ -12,9 +12,8 @@ import torch
 from transformers import DynamicCache
 
 from radixkv.errors import InvalidRequest, UnsupportedModel
-from radixkv.integrations.transformers.active_adapters import ActiveAdapters
 from radixkv.integrations.transformers.kv_slots import KV
-from radixkv.integrations.transformers.model_weights import WeightVersions
+from radixkv.integrations.transformers.model_weights import ActiveAdapters, WeightVersions
 from radixkv.integrations.transformers.prefix_store import MatchedPrefix, PrefixStore
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES

@@ -17,7 +17,6 @@ from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.config.sequence_limit import sequence_limit
 from radixkv.errors import InvalidRequest, LifecycleError, PromptTooLong
 from radixkv.integrations.tiers.options import TierOptions
-from radixkv.integrations.transformers.active_adapters import ActiveAdapters
 from radixkv.integrations.transformers.block_tiers import require_local
 from radixkv.integrations.transformers.model_requirements import (
     CACHE_NAMES,
@@ -25,7 +24,12 @@ from radixkv.integrations.transformers.model_requirements import (
     require_only_tokens,
     require_reusable,
 )
-from radixkv.integrations.transformers.model_weights import WeightVersions, describe_computation, digest_of_model
+from radixkv.integrations.transformers.model_weights import (
+    ActiveAdapters,
+    WeightVersions,
+    describe_computation,
+    digest_of_model,
+)
 from radixkv.integrations.transformers.prefix_store import PrefixStore
 from radixkv.integrations.transformers.prompt_cache import PaddedPrompt, PromptCache, stored_layers
 from radixkv.namespace import Namespace

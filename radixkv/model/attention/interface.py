@@ -11,8 +11,6 @@ import torch
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.gpu.attention_plan import AttentionPlan
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.native.attention import Queries
-from radixkv.kernels.native.layer import KVView
 from radixkv.kernels.scoring import Scoring
 from radixkv.storage.device_pool import KVShape
 
@@ -36,7 +34,11 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionStep(Protocol):
-    """Computes the attention of all layers in one forward pass."""
+    """Computes the attention of all layers in one forward pass.
+
+    Steps of models with short convolutions also have a method `convolve`, and steps over a pool that decoder layers in
+    C++ may write and read directly have a method `view`; see `PagedStep`.
+    """
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Store K and V of the new tokens, and attend from their queries.
@@ -44,32 +46,6 @@ class AttentionStep(Protocol):
         Returns:
             `[num_tokens, num_query_heads, head_dim]`.
         """
-        ...
-
-
-class ViewedStep(AttentionStep, Protocol):
-    """An attention step over a pool that decoder layers in C++ may write and read directly."""
-
-    def view(self, layers: Sequence[int], queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
-        """Return the K/V of layers for C++ code that writes and attends directly instead of calling `attend`.
-
-        Args:
-            layers: indices of the layers, at least one.
-            queries: the memory layout of the queries of each layer, for all tokens of the step.
-            num_kv_heads: KV heads of each layer.
-            scoring: how scores are computed, and which keys a query sees, in all of these layers.
-
-        Returns:
-            The view; None if the layers must call `attend`, or are not all in one pool.
-        """
-        ...
-
-
-class ConvolutionStep(Protocol):
-    """Computes the short convolutions of all layers in one forward pass of a model that has some."""
-
-    def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Convolve new tokens, each with the previous inputs of its own sequence; see `StateStep.convolve`."""
         ...
 
 
@@ -115,9 +91,9 @@ class AttentionKernels(Protocol):
         slots: torch.Tensor,
         pool: KVPool,
         layer: int,
-        largest: torch.Tensor | None = None,
+        max_magnitudes: torch.Tensor | None = None,
     ) -> None:
-        """Write K and V of new tokens into their slots, and update the maximum magnitudes in `largest`."""
+        """Write K and V of new tokens into their slots, and update `max_magnitudes`."""
         ...
 
     def hadamard_transform(self, vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +14,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.kernels.cpu.row_tiles import RowFunction
 from radixkv.model.layers.gemm_tuner import GemmTuner, TrialBudget
 from radixkv.model.layers.packed_linear import Matmul
+from radixkv.model.layers.replaced_parts import ReplacedMethods, is_close
 from radixkv.model.refusals import SERVE_FAST
 
 # The name of a layer's attribute that holds its `LatentHeads`, and the name of the linear layer whose weight they use.
@@ -79,11 +78,8 @@ _METHOD = "expand_kv"
 
 _TRIAL_TOKENS = 5
 
-# Tolerance of a trial's scores and values, relative to the largest: summation order and intermediate rounding differ.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
-
-class LatentParts:
+class LatentParts(ReplacedMethods):
     """Replaces the method of a model's layers that computes keys and values from latents. Nothing else changes.
 
     Args:
@@ -97,35 +93,21 @@ class LatentParts:
     """
 
     def __init__(self, module: PreTrainedModel, *, is_exact: bool, budget: TrialBudget | None = None) -> None:
-        self._parts: list[Any] = []
+        parts: list[Any] = []
         tuner = GemmTuner(is_exact=is_exact, budget=budget)
         for part in module.modules():
             if hasattr(part, _METHOD) and hasattr(part, CHILD):
                 heads = _latent_heads(part, tuner if is_exact else None)
                 _require_agreement(part, heads)
                 setattr(part, ATTRIBUTE, heads)
-                self._parts.append(part)
+                parts.append(part)
         rank = getattr(module.config.get_text_config(), "kv_lora_rank", None)
-        if rank and not self._parts:
+        if rank and not parts:
             raise UnsupportedModel(
                 f"{type(module).__name__}: expected layers with a method {_METHOD} for their latents (kv_lora_rank "
                 f"{rank}), as newer versions of transformers have, got none"
             )
-        self._replace()
-
-    @contextlib.contextmanager
-    def originals(self) -> Iterator[None]:
-        """Restore transformers' own method in all layers, inside the `with` block."""
-        for part in self._parts:
-            del vars(part)[_METHOD]
-        try:
-            yield
-        finally:
-            self._replace()
-
-    def _replace(self) -> None:
-        for part in self._parts:
-            vars(part)[_METHOD] = _join_latents
+        super().__init__(_METHOD, dict.fromkeys(parts, _join_latents))
 
 
 def _join_latents(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -190,7 +172,5 @@ def _require_agreement(part: Any, heads: LatentHeads) -> None:
     own_values = value[0].transpose(0, 1)
     values = heads.values(stored[0].transpose(0, 1).expand(-1, key.shape[1], -1))
     for expected, got in ((own_scores, scores), (own_values, values)):
-        bound = _TOLERANCE[weight.dtype] * expected.abs().max()
-        agrees = expected.shape == got.shape and bool((expected - got).abs().max() <= bound)  # false for NaN
-        if not agrees:
+        if not is_close(expected, got):
             raise UnsupportedModel(f"{type(part).__name__}: expected {_METHOD} to apply only {CHILD}, got more")

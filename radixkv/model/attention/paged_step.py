@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any
 
 import torch
 
@@ -14,13 +14,7 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.attention import Queries
 from radixkv.kernels.native.layer import KVView
 from radixkv.kernels.scoring import Scoring
-from radixkv.model.attention.interface import (
-    AttentionCall,
-    AttentionKernels,
-    AttentionStep,
-    ConvolutionStep,
-    WatchedRows,
-)
+from radixkv.model.attention.interface import AttentionCall, AttentionKernels, AttentionStep, WatchedRows
 from radixkv.model.states.state_step import StateStep
 from radixkv.storage.layer_groups import LayerLocation
 
@@ -53,7 +47,7 @@ class PagedStep:
         self._watched = watched
         self._is_reading = is_reading
         self._states = states
-        self._largest: torch.Tensor | None = None  # maximum magnitude per token and KV head in K and V of all layers
+        self._max_magnitudes: torch.Tensor | None = None  # see `reference.write_kv`
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionStep.attend`. All K and V are read from the pool, including those just written."""
@@ -61,7 +55,7 @@ class PagedStep:
         return self.read(call.layer, call.query, call.scoring)
 
     def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See `ConvolutionStep.convolve`.
+        """Convolve new tokens, each with the previous inputs of its own sequence; see `StateStep.convolve`.
 
         Raises:
             InvariantViolation: the step has no states.
@@ -71,27 +65,37 @@ class PagedStep:
         return self._states.convolve(layer, rows, weight, bias)
 
     def view(self, layers: Sequence[int], queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
-        """See `ViewedStep.view`."""
+        """Return the K/V of layers for C++ code that writes and attends directly instead of calling `attend`.
+
+        Args:
+            layers: indices of the layers, at least one.
+            queries: the memory layout of the queries of each layer, for all tokens of the step.
+            num_kv_heads: KV heads of each layer.
+            scoring: how scores are computed, and which keys a query sees, in all of these layers.
+
+        Returns:
+            The view; None if the layers must call `attend`, or are not all in one pool.
+        """
         view = getattr(self._kernels, "view", None)
         if view is None or self._watched or self._is_reading or self._pool.rotates_values:
             return None
-        largest = self._largest_of(self._batch.slots, queries.num_tokens, num_kv_heads)
-        kv_view: KVView | None = view(queries, num_kv_heads, self._pool, layers, self._batch, scoring, largest)
+        max_magnitudes = self._magnitudes_like(self._batch.slots, queries.num_tokens, num_kv_heads)
+        kv_view: KVView | None = view(queries, num_kv_heads, self._pool, layers, self._batch, scoring, max_magnitudes)
         return kv_view
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """Write K and V of a layer, V after the Hadamard transform if the pool needs it; shapes as in `attend`."""
-        largest = self._largest_of(key, *key.shape[:2])  # even if nothing is written, for `is_finite`
+        max_magnitudes = self._magnitudes_like(key, *key.shape[:2])  # even if nothing is written, for `is_finite`
         if self._is_reading:
             return
         if self._pool.rotates_values and value is not None:
             value = self._kernels.hadamard_transform(value, torch.float32)
-        self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, largest)
+        self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, max_magnitudes)
 
-    def _largest_of(self, like: torch.Tensor, num_tokens: int, num_kv_heads: int) -> torch.Tensor:
-        if self._largest is None:
-            self._largest = like.new_zeros((num_tokens, num_kv_heads), dtype=torch.float32)
-        return self._largest
+    def _magnitudes_like(self, like: torch.Tensor, num_tokens: int, num_kv_heads: int) -> torch.Tensor:
+        if self._max_magnitudes is None:
+            self._max_magnitudes = like.new_zeros((num_tokens, num_kv_heads), dtype=torch.float32)
+        return self._max_magnitudes
 
     def read(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Attend over K and V in the pool; arguments and result as in `attend`.
@@ -110,12 +114,12 @@ class PagedStep:
         Raises:
             InvariantViolation: no layer has attended yet.
         """
-        if self._largest is None:
+        if self._max_magnitudes is None:
             raise InvariantViolation("attention: no layer of the model has attended")
-        largest = self._largest.amax(dim=1)
+        max_magnitudes = self._max_magnitudes.amax(dim=1)
         if self._pool.scales is None:  # K and V are stored in the dtype of the pool, where large numbers may overflow
-            largest = largest.to(self._pool.dtype)
-        is_finite = largest.isfinite()
+            max_magnitudes = max_magnitudes.to(self._pool.dtype)
+        is_finite = max_magnitudes.isfinite()
         are_states_finite = None if self._states is None else self._states.is_finite
         return is_finite if are_states_finite is None else is_finite & are_states_finite
 
@@ -165,7 +169,7 @@ class PaddedStep:
         return torch.cat((attended, padding))
 
     def view(self, layers: Sequence[int], queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
-        """See `ViewedStep.view`; None for a padded batch."""
+        """See `PagedStep.view`; None for a padded batch."""
         view = getattr(self._step, "view", None)
         if view is None or queries.num_tokens != self._num_tokens:
             return None
@@ -173,8 +177,8 @@ class PaddedStep:
         return kv_view
 
     def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See `ConvolutionStep.convolve`. The result for the padding is 0."""
-        step = cast("ConvolutionStep", self._step)  # models with convolutions only run with such steps
+        """See `PagedStep.convolve`. The result for the padding is 0."""
+        step: Any = self._step  # models with convolutions only run with steps that convolve
         with torch._C.DisableTorchFunction():
             convolved = step.convolve(layer, rows[: self._num_tokens], weight, bias)
         return torch.cat((convolved, convolved.new_zeros(len(rows) - self._num_tokens, rows.shape[1])))
@@ -199,7 +203,7 @@ class GroupedStep:
         return self._steps[pool].attend(call._replace(layer=own_layer))
 
     def view(self, layers: Sequence[int], queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
-        """See `ViewedStep.view`."""
+        """See `PagedStep.view`."""
         locations = [self._locations[layer] for layer in layers]
         if len({location.pool for location in locations}) > 1:
             return None

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import torch
 
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.cpu import attention
-from radixkv.kernels.cpu.attention_plan import AttentionSpec, Group, plan_cpu_attention
+from radixkv.kernels.cpu.attention_plan import AttentionSpec, plan_cpu_attention
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.refused_attention import TORCH
 
-MAX_BATCHES = 2  # per step: one for the block pool, one for the parts of windowed layers
+
+class PlansOfStep:
+    """The attention plans of the batches of a step, by what distinguishes layers.
+
+    A step has up to two batches: one for the block pool, and one for the parts of windowed layers, or for the rows of a
+    shortened last layer. The plans of earlier steps are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._plans: deque[tuple[PagedBatch, dict[Any, Any]]] = deque(maxlen=2)
+
+    def of(self, batch: PagedBatch) -> dict[Any, Any]:
+        """Return the plans of a batch; empty for a new one."""
+        for planned_batch, plans in self._plans:
+            if planned_batch is batch:
+                return plans
+        self._plans.append((batch, {}))
+        return self._plans[-1][1]
 
 
 class TorchKernels:
     """Implements `AttentionKernels` with PyTorch's scatter and scaled dot-product attention, for models on a CPU.
 
-    The attention of a step is planned once for all layers with the same requirements. A step has a batch for each pool.
+    The attention of a step is planned once for all layers with the same requirements.
     """
 
     name = TORCH
@@ -31,17 +49,14 @@ class TorchKernels:
     hadamard_transform = staticmethod(reference.hadamard_transform)
 
     def __init__(self) -> None:
-        self._plans: deque[tuple[PagedBatch, dict[AttentionSpec, list[Group]]]] = deque(maxlen=MAX_BATCHES)
+        self._plans = PlansOfStep()
 
     def paged_attention(
         self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
     ) -> torch.Tensor:
         """Compute `reference.paged_attention`; see `radixkv.kernels.cpu.attention`."""
-        plans = next((plans_of_batch for planned, plans_of_batch in self._plans if planned is batch), None)
-        if plans is None:
-            plans = {}
-            self._plans.append((batch, plans))
-        spec = attention.spec_of(query, pool, scoring)
+        plans = self._plans.of(batch)
+        spec = AttentionSpec.of(query, pool, scoring)
         if spec not in plans:
             plans[spec] = plan_cpu_attention(batch, spec)
         return attention.paged_attention(query, pool, layer, plans[spec], scoring)

@@ -53,7 +53,6 @@ from radixkv.model.layers.replaced_parts import (
     require,
     with_replaced_children,
 )
-from radixkv.model.refusals import reason_of
 
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = ("q_norm", "k_norm")  # in the order of `FusedAttention.norms`
@@ -96,36 +95,26 @@ class FusedCpuLayers(ReplacedParts):
 
     def _try_part(self, part: Any) -> Forward | None:
         """Return the replacement of a part's forward pass; see `known_forward` in `ReplacedParts`."""
-        if "forward" in vars(part):  # another library has replaced it
-            return None
         children = dict(part.named_children())
-        try:
-            with torch.inference_mode():
-                if is_norm(part, self._dtype):
-                    self._norms[part] = self._try_norm(part)
-                    return partial(_rows_forward, hooks=(), replacement=self._norms[part])
-                if children.keys() == MLP_PARTS and (
-                    is_joined(part.gate_proj, part.up_proj, last=part.down_proj) or has_fusible_gate(part)
-                ):
-                    self._mlps[part] = self._try_mlp(part)
-                    return partial(_rows_forward, hooks=hooks_of(children.values()), replacement=self._mlps[part])
-                if children.keys() - _HEAD_NORMS == _ATTENTION_PARTS and is_joined(
-                    part.q_proj, part.k_proj, part.v_proj, last=part.o_proj
-                ):
-                    self._attentions[part] = self._try_attention(part)
-                    return partial(
-                        _attention_forward, hooks=hooks_of(children.values()), attention=self._attentions[part]
-                    )
-                if children.keys() == LAYER_PARTS and self._has_known_parts(children):
-                    forward = self._try_layer(part)
-                    self._layers.add(part)
-                    return forward
-                if children.keys() == _DECODER_PARTS and self._native_calls.keys() >= {*part.layers}:
-                    return try_decoder(part, [self._native_calls[layer] for layer in part.layers])
-        except Refused:
-            raise
-        except Exception as error:  # a module with another signature may raise anything
-            raise Refused(reason_of(error)) from error
+        if is_norm(part, self._dtype):
+            self._norms[part] = self._try_norm(part)
+            return partial(_rows_forward, hooks=(), replacement=self._norms[part])
+        if children.keys() == MLP_PARTS and (
+            is_joined(part.gate_proj, part.up_proj, last=part.down_proj) or has_fusible_gate(part)
+        ):
+            self._mlps[part] = self._try_mlp(part)
+            return partial(_rows_forward, hooks=hooks_of(children.values()), replacement=self._mlps[part])
+        if children.keys() - _HEAD_NORMS == _ATTENTION_PARTS and is_joined(
+            part.q_proj, part.k_proj, part.v_proj, last=part.o_proj
+        ):
+            self._attentions[part] = self._try_attention(part)
+            return partial(_attention_forward, hooks=hooks_of(children.values()), attention=self._attentions[part])
+        if children.keys() == LAYER_PARTS and self._has_known_parts(children):
+            forward = self._try_layer(part)
+            self._layers.add(part)
+            return forward
+        if children.keys() == _DECODER_PARTS and self._native_calls.keys() >= {*part.layers}:
+            return try_decoder(part, [self._native_calls[layer] for layer in part.layers])
         return None
 
     def _try_norm(self, norm: Any) -> RowFunction:

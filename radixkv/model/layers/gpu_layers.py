@@ -37,7 +37,6 @@ from radixkv.model.layers.replaced_parts import (
     rows_agree,
     with_replaced_children,
 )
-from radixkv.model.refusals import reason_of
 
 # Keywords that models pass to a layer for its attention.
 _ATTENTION_KEYWORDS = ("position_embeddings", "attention_mask", "position_ids", "radix_step")
@@ -58,30 +57,18 @@ class FusedGpuLayers(ReplacedParts):
         super().__init__(module, self._try_part)
 
     def _try_part(self, part: Any) -> Forward | None:
-        """Return the replacement of a part's forward method, with the part as first argument; None for unknown parts.
-
-        Raises:
-            Refused: the part looks known, but its trial fails.
-        """
-        if "forward" in vars(part):  # another library has replaced it
-            return None
+        """Return the replacement of a part's forward pass; see `known_forward` in `ReplacedParts`."""
         children = {name for name, _ in part.named_children()}
-        try:
-            with torch.inference_mode():
-                if is_norm(part, self._dtype):
-                    self._styles[part] = self._try_style(part)
-                    return partial(_norm_forward, style=self._styles[part])
-                if children == MLP_PARTS:
-                    self._try_mlp(part)
-                    return _mlp_forward
-                if children == LAYER_PARTS and part.post_attention_layernorm in self._styles:
-                    forward = partial(_layer_forward, style=self._styles[part.post_attention_layernorm])
-                    self._try_layer(part, forward)
-                    return forward
-        except Refused:
-            raise
-        except Exception as error:  # a compiler, or a module with another signature, may raise anything
-            raise Refused(reason_of(error)) from error
+        if is_norm(part, self._dtype):
+            self._styles[part] = self._try_style(part)
+            return partial(_norm_forward, style=self._styles[part])
+        if children == MLP_PARTS:
+            self._try_mlp(part)
+            return _mlp_forward
+        if children == LAYER_PARTS and part.post_attention_layernorm in self._styles:
+            forward = partial(_layer_forward, style=self._styles[part.post_attention_layernorm])
+            self._try_layer(part, forward)
+            return forward
         return None
 
     def _try_style(self, norm: Any) -> NormStyle:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,9 @@ class NativeLayerCall:
         library: the C++ kernels; see `load_library`.
         parts: the norms and matmuls of each layer.
         attentions: the attention of each layer, alike in heads and scoring.
+
+    Attributes:
+        accepts: see `FusedAttention.accepts`.
     """
 
     def __init__(self, library: ctypes.CDLL, parts: Sequence[LayerParts], attentions: Sequence[FusedAttention]) -> None:
@@ -43,6 +46,7 @@ class NativeLayerCall:
         self._attentions = attentions
         self._layers = NativeLayers(library, parts)
         self._indices = [attention.layer for attention in attentions]
+        self.accepts = attentions[0].accepts
 
     @classmethod
     def joined(cls, calls: Sequence[NativeLayerCall]) -> NativeLayerCall | None:
@@ -53,10 +57,6 @@ class NativeLayerCall:
         if len(shapes) > 1 or any(each.scoring != scoring or each.scoring.sinks is not None for each in attentions):
             return None
         return cls(calls[0]._library, [parts for call in calls for parts in call._parts], attentions)
-
-    def accepts(self, rows: torch.Tensor, position_embeddings: Iterable[torch.Tensor]) -> bool:
-        """See `FusedAttention.accepts`."""
-        return self._attentions[0].accepts(rows, position_embeddings)
 
     def __call__(
         self, rows: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: AttentionStep

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, aligned_rows
 from radixkv.kernels.cpu.gemm_trial import GemmChoice
-from radixkv.kernels.cpu.row_tiles import SIZES, RowFunction, in_tiles, tiles_of
+from radixkv.kernels.cpu.row_tiles import SIZES, in_tiles, tiles_of
 from radixkv.kernels.native.gemm import Panels, QuantizedPanels
 from radixkv.kernels.native.layer import Weights
 from radixkv.kernels.quantized_weight import QuantizedWeight
@@ -78,7 +78,7 @@ class Matmul:
         if not rows.numel():  # a step without logits
             return rows.new_empty(*rows.shape[:-1], self.out_features)
         with torch._C.DisableTorchFunction():  # in exact mode, the matmul is exact by itself
-            output = self._in_calls(self.multiply_in_one_call, rows)
+            output = self._in_calls(self._multiply, rows, self._packed, self._bias)
             if self.addition is not None:
                 self.addition(rows, output)
         return output
@@ -120,20 +120,16 @@ class Matmul:
             rows: at least one.
             up: a matmul of the same choice and shape; both `can_gate`.
         """
+        assert self._gate is not None, "its backend gates"
+        return self._in_calls(self._gate, rows, self._packed, self._bias, up._packed, up._bias)
 
-        def gated(aligned: torch.Tensor) -> torch.Tensor:
-            assert self._gate is not None, "its backend gates"
-            return self._gate(aligned, self._packed, self._bias, up._packed, up._bias)
-
-        return self._in_calls(gated, rows)
-
-    def _in_calls(self, function: RowFunction, rows: torch.Tensor) -> torch.Tensor:
-        """Apply a function of `aligned_rows` to all rows, in calls of the allowed numbers of rows."""
+    def _in_calls(self, function: Callable[..., torch.Tensor], rows: torch.Tensor, *weights: Any) -> torch.Tensor:
+        """Apply a function of `aligned_rows` and weights to all rows, in calls of the allowed numbers of rows."""
         aligned = aligned_rows(rows)
         if self._tiles is None:
-            output = function(aligned)
+            output = function(aligned, *weights)
         else:
-            output = in_tiles(lambda piece: function(aligned_rows(piece)), aligned, self._tiles)
+            output = in_tiles(lambda piece: function(aligned_rows(piece), *weights), aligned, self._tiles)
         return output.view(*rows.shape[:-1], self.out_features)
 
 

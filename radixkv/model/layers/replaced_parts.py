@@ -1,4 +1,4 @@
-"""Replaces the forward passes of a model's parts (its submodules), and restores them."""
+"""Replaces methods of a model's parts (its submodules), such as their forward passes, and restores them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from radixkv.kernels.gpu.flat_rows import DTYPES
+from radixkv.model.refusals import reason_of
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,9 @@ _NUM_MAGNITUDES = 5
 _FLOAT32_TOLERANCE = 1e-5
 _ROUNDINGS = 2
 _MAX_DIFFERENT_SHARE = 0.05  # of the elements
+
+# Tolerances of `is_close`, relative to the largest number.
+_SUM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class Refused(Exception):
@@ -125,6 +129,12 @@ def rows_agree(function: Forward, like: torch.Tensor) -> bool:
     return all(torch.equal(function(rows[:, selection]), whole[:, selection]) for selection in selections)
 
 
+def is_close(expected: torch.Tensor, got: torch.Tensor) -> bool:
+    """Whether results agree, except for the order of their sums and the rounding in between. False for NaN."""
+    bound = _SUM_TOLERANCE[expected.dtype] * expected.abs().max()
+    return expected.shape == got.shape and bool((expected - got).abs().max() <= bound)
+
+
 def require(agrees: bool) -> None:
     """Refuse a replacement that does not agree with its part.
 
@@ -135,7 +145,35 @@ def require(agrees: bool) -> None:
         raise Refused("it computes something else")
 
 
-class ReplacedParts:
+class ReplacedMethods:
+    """Replaces a method of some parts of a model.
+
+    Args:
+        name: name of the method.
+        replacements: the function that replaces the method of each part.
+    """
+
+    def __init__(self, name: str, replacements: Mapping[nn.Module, Callable[..., Any]]) -> None:
+        self._name = name
+        self._replacements = replacements
+        self._replace()
+
+    @contextlib.contextmanager
+    def originals(self) -> Iterator[None]:
+        """Restore the original methods of all parts, inside the `with` block."""
+        for part in self._replacements:
+            del vars(part)[self._name]
+        try:
+            yield
+        finally:
+            self._replace()
+
+    def _replace(self) -> None:
+        for part, replacement in self._replacements.items():
+            vars(part)[self._name] = replacement
+
+
+class ReplacedParts(ReplacedMethods):
     """Replaces `forward` of known parts of a model. Nothing outside this model changes.
 
     A part that looks known but computes something else is not replaced, and the log names its class once. Hooks of
@@ -144,42 +182,33 @@ class ReplacedParts:
     Args:
         module: the model, on its device and in evaluation mode.
         known_forward: returns the replacement of a part's forward pass, which is called with the part as its first
-            argument; None for a part that does not look known. Raises `Refused` for a part that fails its trial. It is
-            called for a part after the parts inside it.
+            argument; None for a part that does not look known. Raises `Refused` for a part that fails its trial, and
+            may raise anything else for a part that only looks known. It is called for a part after the parts inside it.
 
     Attributes:
         names: names of the replaced parts.
     """
 
     def __init__(self, module: nn.Module, known_forward: Callable[[Any], Forward | None]) -> None:
-        self._forwards: dict[nn.Module, Forward] = {}
+        forwards: dict[nn.Module, Forward] = {}
         names: list[str] = []
         refused: dict[str, str] = {}  # by class
         # A layer comes after its norms. Nothing is replaced before the last trial.
         for name, part in reversed(list(module.named_modules())):
+            if "forward" in vars(part):  # another library has replaced it
+                continue
             try:
-                forward = known_forward(part)
+                with torch.inference_mode():
+                    forward = known_forward(part)
             except Refused as refusal:
                 refused[type(part).__name__] = str(refusal)
+            except Exception as error:  # noqa: BLE001 - a compiler, or a module with another signature, may raise anything
+                refused[type(part).__name__] = reason_of(error)
             else:
                 if forward is not None:
                     names.append(name)
-                    self._forwards[part] = partial(forward, part)
+                    forwards[part] = partial(forward, part)
         self.names = tuple(reversed(names))
         for class_name, reason in refused.items():
             _log.info("%s is not replaced: %s", class_name, reason)
-        self._replace()
-
-    @contextlib.contextmanager
-    def originals(self) -> Iterator[None]:
-        """Restore the original forward passes of all parts, inside the `with` block."""
-        for part in self._forwards:
-            del vars(part)["forward"]
-        try:
-            yield
-        finally:
-            self._replace()
-
-    def _replace(self) -> None:
-        for part, forward in self._forwards.items():
-            vars(part)["forward"] = forward
+        super().__init__("forward", forwards)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from radixkv.errors import UnsupportedModel
+from radixkv.model.layers.replaced_parts import ReplacedMethods, is_close
 from radixkv.model.states.state_step import StateRows, StateStep
 from radixkv.storage.state_pool import StatePool, StateShape
 
@@ -21,11 +20,9 @@ ATTRIBUTE = "state_layer"
 _CHILD_TYPES = {"in_proj": nn.Linear, "conv": nn.Conv1d, "out_proj": nn.Linear}
 
 _TRIAL_ROWS = (5, 1, 4)  # rows of consecutive chunks
-# Tolerance of a trial, relative to the largest number: the summation order differs.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
-class ShortConvs:
+class ShortConvs(ReplacedMethods):
     """Replaces the forward pass of a model's layers of short convolutions (LFM2). Nothing else changes.
 
         rows ── in_proj ──▶ gate | out | x      the inputs of the convolution are gate * x: they are the state
@@ -44,33 +41,19 @@ class ShortConvs:
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
-        self._layers: list[Any] = [part for part in module.modules() if _is_short_conv(part)]
-        shapes = {_shape_of(layer, len(self._layers)) for layer in self._layers}
+        layers: list[Any] = [part for part in module.modules() if _is_short_conv(part)]
+        shapes = {_shape_of(layer, len(layers)) for layer in layers}
         if len(shapes) > 1:
             raise UnsupportedModel(
                 f"{type(module).__name__}: expected short convolutions of one size, got {sorted(map(str, shapes))}"
             )
         self.shape = next(iter(shapes), None)
-        for state_layer, layer in enumerate(self._layers):
+        for state_layer, layer in enumerate(layers):
             _require_agreement(layer)
             setattr(layer, ATTRIBUTE, state_layer)
-        if self._layers:
-            _number_attention_layers(module, {int(layer.layer_idx) for layer in self._layers})
-        self._replace()
-
-    @contextlib.contextmanager
-    def originals(self) -> Iterator[None]:
-        """Restore transformers' own implementation of all layers, inside the `with` block."""
-        for layer in self._layers:
-            del vars(layer)["forward"]
-        try:
-            yield
-        finally:
-            self._replace()
-
-    def _replace(self) -> None:
-        for layer in self._layers:
-            vars(layer)["forward"] = partial(_forward, layer)
+        if layers:
+            _number_attention_layers(module, {int(layer.layer_idx) for layer in layers})
+        super().__init__("forward", {layer: partial(_forward, layer) for layer in layers})
 
 
 def _number_attention_layers(module: nn.Module, state_indices: set[int]) -> None:
@@ -152,10 +135,7 @@ def _require_agreement(layer: Any) -> None:
             outputs.append(layer.out_proj(out * convolved[None]))
             step.keep()
             source, start = 0, start + length
-        got = torch.cat(outputs, 1)
-        bound = _TOLERANCE[weight.dtype] * expected.abs().max()
-        agrees = expected.shape == got.shape and bool((expected - got).abs().max() <= bound)  # false for NaN
-        if not agrees:
+        if not is_close(expected, torch.cat(outputs, 1)):
             raise UnsupportedModel(
                 f"{type(layer).__name__}: expected a short convolution between two projections, got a layer that "
                 "computes something else"

@@ -10,7 +10,7 @@ from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.cancelling_inputs import CANCELLING_SCALE, sensitive_attention
 from radixkv.kernels.cpu import attention, attention_plan
-from radixkv.kernels.cpu.attention_plan import plan_cpu_attention
+from radixkv.kernels.cpu.attention_plan import AttentionSpec, plan_cpu_attention
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 
@@ -21,7 +21,7 @@ GROUP_OF_7 = Heads(7, 1)
 
 
 def attend(query: torch.Tensor, pool: KVPool, batch: PagedBatch, scoring: Scoring) -> torch.Tensor:
-    groups = plan_cpu_attention(batch, attention.spec_of(query, pool, scoring))
+    groups = plan_cpu_attention(batch, AttentionSpec.of(query, pool, scoring))
     return attention.paged_attention(query, pool, LAYER, groups, scoring)
 
 

@@ -17,7 +17,7 @@ def spec(*, group_size: int = 3, window: int | None = None, reads_in_place: bool
         row_elements=64,
         dtype=torch.float32,
         window=window,
-        is_whole=window is not None,
+        splits_keys=window is None,
         reads_in_place=reads_in_place,
     )
 
@@ -34,49 +34,47 @@ def batch_of(lengths: list[tuple[int, int]], tables: list[np.ndarray] | None = N
     return PagedBatch.build([query for _, query in lengths], kv_lens, tables or own_tables, BLOCK)
 
 
+def indices_of(selection: slice | torch.Tensor) -> np.ndarray:
+    if isinstance(selection, slice):
+        return np.arange(selection.start, selection.stop)
+    return selection.numpy()
+
+
 def seen_keys(batch: PagedBatch, groups: list[Group], group_size: int, window: int | None) -> dict[int, list[int]]:
     """Return the slots of the keys that each row of the step sees, in the order in which its pieces are merged."""
     seen_slots: dict[int, list[int]] = {}
     for group in groups:
-        tokens = (
-            np.arange(group.first_token, group.first_token + group.num_tokens)
-            if group.tokens is None
-            else group.tokens.numpy()
-        )
+        tokens = indices_of(group.tokens)
         rows = (tokens[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
         # The units and parts, to which rows attend without a mask.
         strip_slots: list[list[int]] = [[] for _ in rows]
         num_pieces = [0] * len(rows)
         for strip in group.strips:
-            blocks_per_strip = strip.num_units * strip.unit_tokens // BLOCK
-            if strip.block_ids is None:
-                assert strip.first_block is not None
-                blocks = np.arange(strip.first_block, strip.first_block + blocks_per_strip)
-            else:
-                blocks = strip.block_ids.numpy()
+            blocks = indices_of(strip.blocks)
+            num_units = strip.pieces.stop - strip.pieces.start
             slots = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1).tolist()
-            assert len(slots) == strip.num_units * strip.unit_tokens
-            for row in range(strip.first_row, strip.end_row):
-                assert num_pieces[row] == strip.first_piece, "pieces follow each other"
-                num_pieces[row] += strip.num_units
+            assert len(slots) == num_units * strip.unit_tokens
+            for row in indices_of(strip.rows):
+                assert num_pieces[row] == strip.pieces.start, "pieces follow each other"
+                num_pieces[row] += num_units
                 strip_slots[row] += slots
-        assert max(num_pieces) == group.num_pieces
+        assert max(num_pieces) == group.num_strip_pieces
 
         # The tails, of which the mask hides some keys.
         tail_slots: list[list[int]] = []
         for tails in group.tails:
-            blocks = tails.block_ids.numpy().reshape(tails.num_tiles, -1)
-            slots = (blocks[:, :, None] * BLOCK + np.arange(BLOCK)).reshape(tails.num_tiles, -1)
+            num_tiles, num_rows = tails.positions.shape
+            blocks = tails.block_ids.numpy().reshape(num_tiles, -1)
+            slots = (blocks[:, :, None] * BLOCK + np.arange(BLOCK)).reshape(num_tiles, -1)
             slots = slots[:, tails.num_skipped_keys : tails.num_skipped_keys + tails.num_keys]
             mask = tails.mask(window, torch.float32)
-            for tile in range(tails.num_tiles):
-                for row in range(tails.num_rows):
+            for tile in range(num_tiles):
+                for row in range(num_rows):
                     is_visible = (mask[tile, 0, row] == 0).numpy()
                     tail_slots.append(slots[tile][is_visible].tolist())
 
-        tail_rows = range(len(rows)) if group.tail_rows is None else group.tail_rows.tolist()
-        for row, tail_row in enumerate(tail_rows):
+        for row, tail_row in enumerate(indices_of(group.tail_rows)):
             assert int(rows[row]) not in seen_slots, "each row is in one group"
             seen_slots[int(rows[row])] = strip_slots[row] + tail_slots[tail_row]
     return seen_slots
@@ -112,14 +110,11 @@ def keys_per_piece(batch: PagedBatch) -> dict[tuple[int, int], int]:
     """Return the number of keys of each unit and part, by token and index of the piece; tails are left out."""
     num_keys = {}
     for group in plan_cpu_attention(batch, spec(group_size=1)):
-        tokens = [*range(group.first_token, group.first_token + group.num_tokens)]
-        if group.tokens is not None:
-            tokens = group.tokens.tolist()
-        for row, token in enumerate(tokens):
-            strips = [strip for strip in group.strips if strip.first_row <= row < strip.end_row]
+        for row, token in enumerate(indices_of(group.tokens)):
+            strips = [strip for strip in group.strips if strip.rows.start <= row < strip.rows.stop]
             for strip in strips:
-                for unit in range(strip.num_units):
-                    num_keys[token, strip.first_piece + unit] = strip.unit_tokens
+                for piece in indices_of(strip.pieces):
+                    num_keys[int(token), int(piece)] = strip.unit_tokens
     return num_keys
 
 
@@ -141,19 +136,19 @@ def test_rows_that_share_blocks_are_in_one_strip() -> None:
     batch = batch_of([(1600, 1)] * 4, tables)
     (group,) = plan_cpu_attention(batch, spec())
     (strip,) = group.strips
-    assert (strip.num_units, strip.unit_tokens, strip.first_row, strip.end_row) == (3, 512, 0, 12)
-    assert strip.first_block == 0
+    assert (strip.pieces, strip.unit_tokens, strip.rows) == (slice(0, 3), 512, slice(0, 12))
+    assert strip.blocks == slice(0, 96)
 
 
 def test_blocks_are_copied_only_where_they_are_not_adjacent() -> None:
     table = np.arange(130, dtype=np.int32)
     table[40:] += 1  # the second unit is broken, the third and the fourth are adjacent
     (group,) = plan_cpu_attention(batch_of([(2060, 1)], [table]), spec())
-    assert [(strip.first_piece, strip.num_units, strip.first_block) for strip in group.strips] == [
-        (0, 1, 0),
-        (1, 1, None),
-        (2, 2, 65),
-    ]
+    assert [strip.pieces for strip in group.strips] == [slice(0, 1), slice(1, 2), slice(2, 4)]
+    in_place, copied, in_place_again = (strip.blocks for strip in group.strips)
+    assert (in_place, in_place_again) == (slice(0, 32), slice(65, 129))
+    assert isinstance(copied, torch.Tensor)
+    assert copied.tolist() == table[32:64].tolist()
 
 
 def test_masks_of_long_windows_are_not_kept_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +165,7 @@ def test_no_mask_is_larger_than_a_group_may_be(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(attention_plan, "_MAX_GROUP_ELEMENTS", 50_000)
     batch = batch_of([(1500, 100)])
     groups = plan_cpu_attention(batch, spec(window=1_000_000))
-    sizes = [tails.num_tiles * tails.num_rows * tails.num_keys for group in groups for tails in group.tails]
+    sizes = [tails.positions.numel() * tails.num_keys for group in groups for tails in group.tails]
     assert sum(group.num_tokens for group in groups) == 100
     padded_keys = 1664  # 1,600 keys, padded to whole tiles
     assert max(sizes) <= 50_000 + 16 * padded_keys, "larger only by the rows that pad a tile to a multiple of 16"

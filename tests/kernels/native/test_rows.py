@@ -10,7 +10,7 @@ from torch.nn import functional
 from radixkv.kernels import reference
 from radixkv.kernels.cpu.row_norm import row_norm
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.native.rows import NativeRows, has_adjacent_heads
+from radixkv.kernels.native.rows import NativeRows, address_of, has_adjacent_heads
 from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH, NormStyle
 
 from ..cases import clone, poisoned_pool
@@ -187,7 +187,7 @@ def test_writes_of_unsupported_layouts_are_rejected(rows: NativeRows) -> None:
         rows.write_kv(torch.randn(3, 4, 32)[:, ::2], key, slots, pool, 1)
     with pytest.raises(ValueError, match=r"^slots: "):
         rows.write_kv(key, key, slots.int(), pool, 1)
-    with pytest.raises(ValueError, match=r"^largest: "):
+    with pytest.raises(ValueError, match=r"^max_magnitudes: "):
         rows.write_kv(key, key, slots, pool, 1, torch.zeros(2, 3).mT)
 
 
@@ -198,3 +198,22 @@ def test_strided_heads_are_reported(rows: NativeRows) -> None:
     assert not has_adjacent_heads(whole[:, ::2])
     assert not has_adjacent_heads(whole[..., :16])
     assert not has_adjacent_heads(whole.transpose(1, 2))
+
+
+def test_an_address_points_to_the_first_element() -> None:
+    whole = torch.zeros(4, 3)
+    assert address_of("rows", whole[1:], torch.float32, (3, 3)) == whole.data_ptr() + 12
+
+
+@pytest.mark.parametrize(
+    ("tensor", "got"),
+    [
+        (torch.zeros(2, 3).half(), "a contiguous one of shape (2, 3) in torch.float16"),
+        (torch.zeros(2, 4), "a contiguous one of shape (2, 4) in torch.float32"),
+        (torch.zeros(3, 2).mT, "a strided one of shape (2, 3) in torch.float32"),
+    ],
+)
+def test_unexpected_tensors_are_described_in_the_error(tensor: torch.Tensor, got: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        address_of("rows", tensor, torch.float32, (2, 3))
+    assert str(refusal.value) == f"rows: expected a contiguous tensor of shape (2, 3) in torch.float32, got {got}"

@@ -73,7 +73,7 @@ def forward_with_different_heads(ids: torch.Tensor, _: torch.Tensor, step: Any, 
 def test_layers_may_have_different_heads() -> None:
     shape, kinds = probe_attention("Some", forward_with_different_heads, CPU, 3)
     assert shape.heads == (KVHeads(2, 16), KVHeads(4, 8), KVHeads(2, 16))
-    assert shape.alike == ((0, 2), (1,))
+    assert shape.layers_by_heads == ((0, 2), (1,))
     assert len(kinds) == 3
 
 
