@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from radixkv.cache.lease import Lease
-from radixkv.cache.part_memory import PartMemory
-from radixkv.cache.part_share import PartShare
+from radixkv.cache.part_memory import PartMemory, PartShare
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
 from radixkv.cache.window_pool import Reach, WindowPool, min_parts
