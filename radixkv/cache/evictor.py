@@ -352,7 +352,7 @@ class Evictor:
             self._pool.unpublish(np.frombuffer(node.block_ids, dtype=np.int32))
             node.retired_block_ids += node.block_ids
             num_blocks += node.num_blocks
-            node.block_ids = b""
+            node.set_block_ids(b"")
             node.children = None  # otherwise only the garbage collector frees nodes that reference each other
         tree.root.children = None
         usage = tree.owner.usage

@@ -199,7 +199,8 @@ class Node:
         parent: the previous node; None only for a root, which holds no tokens, or those of a public prefix.
         start_bytes: length of all tokens before this node.
         tokens: little-endian uint32 token ids, at least one. Whole blocks, except in a leaf.
-        block_ids: little-endian int32 block ids, `ceil(num_tokens / block_size)` of them.
+        block_ids: little-endian int32 block ids, `ceil(num_tokens / block_size)` of them. Changed by `set_block_ids`.
+        num_blocks: the number of these blocks.
         fingerprint: hash of the namespace and of all tokens up to the end of this node's first block.
         children: the next nodes, by the bytes of their first block; None if there are none.
         ref_count: leases whose path ends in this node, plus children that are pinned. A node is pinned while this is
@@ -240,6 +241,7 @@ class Node:
         "held_ref_count",
         "keys",
         "last_used_s",
+        "num_blocks",
         "num_probation_blocks",
         "num_retained_children",
         "num_reused_blocks",
@@ -264,7 +266,7 @@ class Node:
         self.parent = parent
         self.start_bytes = start_bytes
         self.tokens = tokens
-        self.block_ids = block_ids
+        self.set_block_ids(block_ids)
         self.fingerprint = fingerprint
         self.children: ChildTable[Node] | None = None
         self.ref_count = 0
@@ -286,10 +288,10 @@ class Node:
         self.session: Session | None = None
         self.keys: list[bytes] | None = None
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks of this run."""
-        return len(self.block_ids) // BLOCK_ID_BYTES
+    def set_block_ids(self, block_ids: bytes) -> None:
+        """Set the packed ids of the blocks, and with them `num_blocks`."""
+        self.block_ids = block_ids
+        self.num_blocks = len(block_ids) // BLOCK_ID_BYTES
 
     @property
     def is_leaf(self) -> bool:
@@ -299,7 +301,7 @@ class Node:
     @property
     def is_evictable(self) -> bool:
         """Whether this is a leaf with blocks that no lease uses. Roots and purged nodes are not evictable."""
-        return self.ref_count == 0 and not self.children and len(self.block_ids) > 0 and self.parent is not None
+        return self.ref_count == 0 and not self.children and self.num_blocks > 0 and self.parent is not None
 
 
 # Uses are recorded for this many nodes at the end of a path. Paths of real traffic have fewer than 20 nodes.

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 
 from radixkv.api.awaits import Awaits
-from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.changes import Changes
 from radixkv.cache.eviction_policy import EvictionPolicy
@@ -63,15 +62,15 @@ class Pins:
     def pin(self, node: Node) -> None:
         """Pin all nodes of a path. Complexity: O(log leaves + nodes of the path that were not pinned)."""
         self._queue.discard(node)
-        now_s, path_end, num_id_bytes = self._clock(), node, 0
+        now_s, path_end, num_blocks = self._clock(), node, 0
         while (parent := node.parent) is not None:
             node.ref_count += 1
             if node.ref_count > 1:
                 break
-            num_id_bytes += len(node.block_ids)
+            num_blocks += node.num_blocks
             node.last_used_s = now_s
             node = parent
-        self.count_pinned(path_end, num_id_bytes // BLOCK_ID_BYTES)
+        self.count_pinned(path_end, num_blocks)
         _touch(node, now_s)
 
     def unpin(self, node: Node, awaits: Awaits | None = None, session: Session | None = None) -> Node:
@@ -89,12 +88,12 @@ class Pins:
 
         Complexity: O(log leaves + nodes of the path that are no longer pinned).
         """
-        now_s, path_end, num_id_bytes = self._clock(), node, 0
+        now_s, path_end, num_blocks = self._clock(), node, 0
         while (parent := node.parent) is not None:
             node.ref_count -= 1
             if node.ref_count:
                 break
-            num_id_bytes += len(node.block_ids)
+            num_blocks += node.num_blocks
             if node.retired_block_ids:
                 self._free_retired(node)
             node.last_used_s = now_s
@@ -107,7 +106,7 @@ class Pins:
                 if awaits is not _UNKNOWN:
                     self._policy.note_awaits(node)
             node = parent
-        self.count_pinned(path_end, -(num_id_bytes // BLOCK_ID_BYTES))
+        self.count_pinned(path_end, -num_blocks)
         _touch(node, now_s)
         if path_end.is_evictable:
             self._queue.add(path_end)
@@ -172,7 +171,7 @@ class Pins:
     def _may_join(self, upper: Node, lower: Node, even_unlike: bool) -> bool:
         """Whether a node and its only child may become one."""
         return (
-            len(upper.block_ids) > 0  # otherwise it was purged
+            upper.num_blocks > 0  # otherwise it was purged
             and upper.priority == lower.priority
             and upper.has_expired is lower.has_expired
             and upper.session is lower.session

@@ -257,7 +257,7 @@ CACHE_MUTANTS = (
     Mutant("cache/evictor.py", "if leaf.is_evictable and leaf.priority <= DEFAULT_PRIORITY:", "if leaf.is_evictable:"),
     Mutant("cache/evictor.py", "if num_nodes <= MAX_PATH_NODES:", "if True:"),
     Mutant("cache/evictor.py", " and node.children is not None:\n", ":\n"),
-    Mutant("cache/evictor.py", '            node.block_ids = b""\n', ""),
+    Mutant("cache/evictor.py", '            node.set_block_ids(b"")\n', ""),
     Mutant("cache/purge.py", "leases.revoke(namespace.tenant, namespace.adapter, namespace.salt)", "pass"),
     Mutant(
         "cache/purge.py",
@@ -1317,7 +1317,7 @@ PART_MUTANTS = (
     Mutant("cache/part_queue.py", "- queued_at) / 2**level", "- queued_at)"),
     Mutant("cache/part_queue.py", "if used_at <= queued_at:", "if True:"),
     Mutant("cache/part_queue.py", "self._levels[level])[block_id]", "self._levels[0])[block_id]"),
-    Mutant("cache/part_share.py", "        self._move_bound(-max(0, ", "        self._move_bound(max(0, "),
+    Mutant("cache/part_memory.py", "        self._move_bound(-max(0, ", "        self._move_bound(max(0, "),
     Mutant("cache/part_memory.py", "num_parts - self.num_dedicated_parts) *", "num_parts) *"),
     Mutant(
         "cache/window_pool.py",
