@@ -34,9 +34,9 @@ def live_profile(requests: Sequence[AgentRequest], decode: Decode, *, has_sessio
     num_blocks = sum((len(request.token_ids) + len(request.answer_ids)) // _BLOCK_SIZE + 2 for request in requests)
     cache = PrefixCache(num_blocks, _BLOCK_SIZE, listeners=[feed])
 
-    def find_branches(places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
+    def find_branches(segment_numbers: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
         branches: Future[Branches] = Future()
-        branches.set_result(Branches(cache.branches_at(places, tenant, session_id, MAX_BRANCHES), None, 0.0))
+        branches.set_result(Branches(cache.branches_at(segment_numbers, tenant, session_id, MAX_BRANCHES), None, 0.0))
         return branches
 
     profiler.start(find_branches)

@@ -105,7 +105,7 @@ class _SortedKeys(SortedList):  # type: ignore[misc]  # has no annotations
         return lists[list_index - 1][-1] if list_index else keys[0], keys[0]
 
 
-NO_PLACE = -1
+NO_NUMBER = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class Node:
             does not change its expiry.
         has_expired: whether the priority was above the default and has expired.
         num_retained_children: children that `RetainedNodes` counts as retained.
-        place: position in the `SegmentIndex`; `NO_PLACE` outside.
+        segment_number: its number in the `SegmentIndex`; `NO_NUMBER` outside.
         session: the session that is the only one to have used this node; None if there is no such session.
         keys: the keys under which stores keep the first blocks of this node, as far as they were computed; None if none
             was. See `NodeKeys`.
@@ -248,12 +248,12 @@ class Node:
         "num_uses",
         "owner",
         "parent",
-        "place",
         "policy_note",
         "priority",
         "ref_count",
         "renew_s",
         "retired_block_ids",
+        "segment_number",
         "session",
         "start_bytes",
         "tokens",
@@ -284,7 +284,7 @@ class Node:
         self.renew_s: float | None = None
         self.has_expired = False
         self.num_retained_children = 0
-        self.place = NO_PLACE
+        self.segment_number = NO_NUMBER
         self.session: Session | None = None
         self.keys: list[bytes] | None = None
 

@@ -27,7 +27,7 @@ from radixkv.cache.evictor import Evictor
 from radixkv.cache.held_blocks import HeldBlocks, HeldPath
 from radixkv.cache.lease import Lease, OpenLeases
 from radixkv.cache.namespace_trees import NamespaceTrees
-from radixkv.cache.node import NO_PLACE, Node, Session
+from radixkv.cache.node import NO_NUMBER, Node, Session
 from radixkv.cache.pins import Pins
 from radixkv.cache.public_prefixes import PublicPrefix, PublicPrefixes, PublicRoot
 from radixkv.cache.purge import Purged, all_slices, drop_unused, purge, purge_invoked
@@ -445,14 +445,14 @@ class PrefixCache:
         return find_divergence(tree, tokens, self._clock(), self.marks)
 
     def branches_at(
-        self, places: Iterable[int], tenant: str, session_id: str = "", max_branches: int = MAX_BRANCHES
+        self, segment_numbers: Iterable[int], tenant: str, session_id: str = "", max_branches: int = MAX_BRANCHES
     ) -> list[NamedBranch]:
-        """Return branches of a tenant through given places, with the tokens of public prefixes before them.
+        """Return branches of a tenant through given segments, with the tokens of public prefixes before them.
 
         Changes nothing.
 
         Args:
-            places: places in `segments`, the most important one first; those of other tenants are left out.
+            segment_numbers: numbers of segments, the most important one first; those of other tenants are left out.
             tenant: the tenant.
             session_id: a session of the tenant; the two branches that it used last come first. Empty for none.
             max_branches: maximum number of branches to return.
@@ -462,8 +462,8 @@ class PrefixCache:
         session = self.sessions.get(tenant, session_id) if session_id else None
         nodes = [] if session is None else session.ends
         nodes = heapq.nlargest(_MAX_SESSION_ENDS, nodes, key=lambda each: each.last_used_s)
-        for place in places:
-            node = self.segments.node_at(place)
+        for number in segment_numbers:
+            node = self.segments.node_with(number)
             if node is not None and node.owner.namespace.tenant == tenant:
                 nodes.append(node)
         return branches_through(nodes, max_branches, self._clock())
@@ -833,7 +833,7 @@ class PrefixCache:
         granted_tokens = refused_tokens = num_changed = 0
         for nodes in self.segments.slices():
             for node in nodes:
-                if node.place == NO_PLACE or not node.owner.namespace.is_among(tenant, adapter, salt):
+                if node.segment_number == NO_NUMBER or not node.owner.namespace.is_among(tenant, adapter, salt):
                     continue
                 num_tokens = len(node.tokens) // TOKEN_BYTES
                 granted = None

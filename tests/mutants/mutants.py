@@ -62,7 +62,7 @@ CACHE_MUTANTS = (
     Mutant("cache/pins.py", " and node.start_bytes >= start_bytes:", ":"),
     Mutant("cache/prefix_cache.py", "        self.sessions.record_use(node, None)\n", ""),
     Mutant("cache/prefix_cache.py", "        if node.awaits is Awaits.NOTHING:\n", "        if False:\n"),
-    Mutant("cache/prefix_cache.py", "node.place == NO_PLACE or not", "not"),
+    Mutant("cache/prefix_cache.py", "node.segment_number == NO_NUMBER or not", "not"),
     Mutant("cache/prefix_cache.py", "                if not refused_tokens:\n", "                if True:\n"),
     Mutant(
         "cache/prefix_cache.py", "        yield from self.sessions.expect_none_in_slices(tenant, adapter, salt)\n", ""
@@ -181,7 +181,7 @@ CACHE_MUTANTS = (
     Mutant("invocation.py", "ids[self.start :] +=", "ids[self.start + 1 :] +="),
     Mutant("invocation.py", "number << _ID_BITS", "_ID_BITS << _ID_BITS"),
     Mutant("cache/purge.py", "// node.owner.block_size", "// node.owner.block_size + 1"),
-    Mutant("cache/purge.py", "node.place != NO_PLACE and ", ""),
+    Mutant("cache/purge.py", "node.segment_number != NO_NUMBER and ", ""),
     Mutant("scheduling/request.py", " + np.uint32(mark)", ""),
     Mutant("cache/public_prefixes.py", "- 1  # the last token is always computed", ""),
     Mutant("cache/public_prefixes.py", "state.tenants.quota_of(namespace.tenant).uses_public_prefixes:", ":"),
@@ -1663,7 +1663,7 @@ SERVICE_MUTANTS = (
     Mutant("service/server/receive/receiver.py", "calls = self._watches", "calls = self._endless"),
     Mutant("service/server/page/state_feed.py", "if self._clock() >=", "if self._state is None or self._clock() >="),
     Mutant("service/server/servicers/kv_sources.py", "            _require_address(address)\n", ""),
-    Mutant("service/server/servicers/segments.py", "self._segment_ids.of(segment.place)", "segment.place + 1"),
+    Mutant("service/server/servicers/segments.py", "self._segment_ids.of(segment.number)", "segment.number + 1"),
     Mutant("service/client/connection.py", 'merged["grpc.per_rpc_retry_buffer_size"] = _RETRY_BUFFER_BYTES', "pass"),
     Mutant("service/server/connections.py", "_shut(awaiting_close[fd], socket.SHUT_WR)", "pass"),
     Mutant("service/server/metrics_port.py", 'return path == "/healthz"', "return True"),
