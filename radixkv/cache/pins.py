@@ -73,7 +73,14 @@ class Pins:
         self.count_pinned(path_end, num_blocks)
         _touch(node, now_s)
 
-    def unpin(self, node: Node, awaits: Awaits | None = None, session: Session | None = None) -> Node:
+    def unpin(
+        self,
+        node: Node,
+        awaits: Awaits | None = None,
+        session: Session | None = None,
+        *,
+        last_used_s: float | None = None,
+    ) -> Node:
         """Undo one `pin` of the same node.
 
         Args:
@@ -82,6 +89,7 @@ class Pins:
                 pinned; None to record nothing. The end of a session (`NOTHING`) is not recorded in nodes that other
                 sessions probably use too, nor in those above them.
             session: the session of the lease, unless it has been ended. Its end is only recorded in its own nodes.
+            last_used_s: time of the last use of `node`, if the lease has not used it; None if this is a use.
 
         Returns:
             The deepest node of the path that is still pinned, or the root.
@@ -108,6 +116,8 @@ class Pins:
             node = parent
         self.count_pinned(path_end, -num_blocks)
         _touch(node, now_s)
+        if last_used_s is not None:
+            path_end.last_used_s = last_used_s
         if path_end.is_evictable:
             self._queue.add(path_end)
         return node

@@ -72,6 +72,7 @@ class _TreeMatch(NamedTuple):
         cached_tokens: tokens that can be reused, those of a public prefix above the tree included.
         public_prefix: the public prefix above the tree; None for most trees.
         root_prefix: the tokens and blocks of the public prefix that are above the tree; empty for most trees.
+        root_tokens: number of tokens in `root_prefix`.
         node: the deepest node of the tree that shares a reused token; None if none does.
         found_bytes: bytes of the prompt that are in the tree, or in the public prefix above it, whether or not all of
             them can be reused.
@@ -83,15 +84,11 @@ class _TreeMatch(NamedTuple):
     cached_tokens: int
     public_prefix: PublicPrefix | None
     root_prefix: RootPrefix
+    root_tokens: int
     node: Node | None
     found_bytes: int
     packed_block_ids: bytes
     num_nodes: int
-
-    @property
-    def root_tokens(self) -> int:
-        """Number of tokens in `root_prefix`."""
-        return self.root_prefix.num_tokens
 
 
 class PrefixCache:
@@ -324,7 +321,7 @@ class PrefixCache:
     ) -> _TreeMatch:
         """Look a prompt up in the tree of a namespace, if it exists, and in the public prefix above that tree."""
         root_prefix, public_prefix = (NO_ROOT_PREFIX, None) if root is None else (root.root_prefix, root.prefix)
-        root_tokens = root_prefix.num_tokens
+        root_tokens = len(root_prefix.tokens) // TOKEN_BYTES
         tree = self._trees.get(namespace) if read else None
         if tree is None:
             node, found_bytes, packed, num_nodes = None, len(root_prefix.tokens), root_prefix.block_ids, 0
@@ -340,7 +337,9 @@ class PrefixCache:
             node = None
         elif cached_tokens == root_tokens:
             node = None  # the tree has nothing that can be reused, so a lease pins none of its nodes
-        return _TreeMatch(namespace, cached_tokens, public_prefix, root_prefix, node, found_bytes, packed, num_nodes)
+        return _TreeMatch(
+            namespace, cached_tokens, public_prefix, root_prefix, root_tokens, node, found_bytes, packed, num_nodes
+        )
 
     def _num_reusable_tokens(self, packed_block_ids: bytes, num_tokens: int) -> int:
         """Return how many cached tokens can be reused: all, unless windowed layers or states lack something."""

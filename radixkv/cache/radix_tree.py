@@ -56,11 +56,6 @@ class RootPrefix(NamedTuple):
     tokens: bytes = b""
     block_ids: bytes = b""
 
-    @property
-    def num_tokens(self) -> int:
-        """Length in tokens."""
-        return len(self.tokens) // TOKEN_BYTES
-
 
 NO_ROOT_PREFIX = RootPrefix()
 

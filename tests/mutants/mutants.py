@@ -222,8 +222,8 @@ CACHE_MUTANTS = (
     Mutant("cache/prefix_cache.py", "        if num_copied_tokens:", "        if False:"),
     Mutant(
         "cache/lease.py",
-        "        state.pins.pin(insertion.node)\n        if previous_node is not None:\n            state.pins.unpin(previous_node)\n",
-        "        if previous_node is not None:\n",
+        "        state.pins.pin(insertion.node)\n        if previous_node is not None:\n",
+        "        if False:\n",
     ),
     Mutant("cache/lease.py", "        if not packed.startswith(insertion.known_block_ids):\n", "        if False:\n"),
     Mutant("cache/lease.py", "            node.retired_block_ids += insertion.replaced_block_ids\n", ""),
