@@ -463,7 +463,7 @@ class Lease:
         node = self.node
         if node is None or self.is_revoked:
             return
-        path = self._state.retained.cut_range(node, 0, self.num_published_blocks)
+        path = self._state.trees.cut_range(node, 0, self.num_published_blocks)
         self.node = path[-1] if path else None
         if self.node is not node:
             if self.node is not None:

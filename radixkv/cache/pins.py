@@ -13,7 +13,6 @@ from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.eviction_queue import EvictionQueue
 from radixkv.cache.namespace_trees import NamespaceTrees
 from radixkv.cache.node import NUM_FOLLOWED_NODES, Node, Session, path_to
-from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.tokens import TOKEN_BYTES
 
 # Members of an enumeration are looked up slowly, and every node of a path is compared with these.
@@ -45,7 +44,6 @@ class Pins:
         pool: BlockPool,
         policy: EvictionPolicy,
         queue: EvictionQueue,
-        retained: RetainedNodes,
         changes: Changes,
         clock: Callable[[], float],
     ) -> None:
@@ -55,7 +53,6 @@ class Pins:
         self._pool = pool
         self._policy = policy
         self._queue = queue
-        self._retained = retained
         self._changes = changes
         self._clock = clock
 
@@ -234,7 +231,7 @@ class Pins:
         num_available_blocks = num_surplus_blocks - max(0, num_cached_blocks - num_pinned_blocks)
         if num_available_blocks < 0 or node is None or cached_tokens <= root_tokens:
             return None, root_tokens, max(0, -num_available_blocks)
-        return self._retained.cut_range(node, 0, num_cached_blocks)[-1], cached_tokens, 0
+        return self._trees.cut_range(node, 0, num_cached_blocks)[-1], cached_tokens, 0
 
     def count_pinned(self, node: Node, num_blocks: int) -> None:
         """Add to the number of pinned blocks of a node's tenant and of all tenants; `num_blocks` may be negative."""

@@ -169,13 +169,14 @@ class PrefixCache:
         self.ledger = ledger
         self.tenants = Tenants(quotas or {}, default_quota, ledger)
         self.max_retained_blocks = num_blocks // 5 if max_retained_blocks is None else max_retained_blocks
-        self.held = HeldBlocks(num_blocks // 2 if max_held_blocks is None else max_held_blocks, self.tenants, self._cut)
+        self._trees = NamespaceTrees(block_size, lambda lower: self._changes.cut(lower))
+        max_held_blocks = num_blocks // 2 if max_held_blocks is None else max_held_blocks
+        self.held = HeldBlocks(max_held_blocks, self.tenants, self._trees)
         self.segments = SegmentIndex(clock, self.marks)
         self.sessions = Sessions(max_session_prompt_bytes)
         self._clock = clock
-        self._trees = NamespaceTrees(block_size)
         self._evicted = EvictedPrefixes(max_evicted_prefixes, self.marks)
-        self._retained = RetainedNodes(self.max_retained_blocks, self._cut)
+        self._retained = RetainedNodes(self.max_retained_blocks, self._trees)
         self._policy = policy = policy or EvictionPolicy()
         self._queue = EvictionQueue(policy, self.tenants, probation_share, num_blocks)
         part_shares = [pool.share for pool in self.windows.pools if pool.share is not None]
@@ -197,7 +198,6 @@ class PrefixCache:
             pool=self.pool,
             policy=policy,
             queue=self._queue,
-            retained=self._retained,
             changes=self._changes,
             clock=clock,
         )
@@ -766,7 +766,7 @@ class PrefixCache:
         if tree is None or node is None or num_bytes // TOKEN_BYTES <= first_block * size:
             return 0, 0
         num_path_blocks = node.start_bytes // (size * TOKEN_BYTES) + node.num_blocks
-        top = self._retained.cut_range(node, first_block, num_path_blocks)[0]
+        top = self._trees.cut_range(node, first_block, num_path_blocks)[0]
         _, num_blocks = self._evictor.purge_leaves(tree, _MAX_DROPPED_NODES, top=top, evicts=evicts)
         _, num_left_bytes = self._find_node(match.namespace, tokens)
         return num_blocks * size, max(0, num_left_bytes // TOKEN_BYTES - first_block * size)
@@ -868,7 +868,7 @@ class PrefixCache:
         if node is None:
             return match.root_tokens
         block_bytes = self.block_size * TOKEN_BYTES
-        nodes = self._retained.nodes_in_range(node, match.root_tokens // self.block_size, -(-num_bytes // block_bytes))
+        nodes = self._trees.nodes_in_range(node, match.root_tokens // self.block_size, -(-num_bytes // block_bytes))
         for each in nodes:
             self._share(each)
         end_bytes = nodes[-1].start_bytes + len(nodes[-1].tokens) if nodes else match.root_tokens * TOKEN_BYTES
@@ -982,16 +982,6 @@ class PrefixCache:
         self.segments.check(self.nodes())
         self.sessions.check(self.nodes())
         self.public.check()
-
-    def _cut(self, node: Node, num_blocks: int) -> Node:
-        """Split a node after its first `num_blocks` blocks, and return the upper half.
-
-        Listeners are notified with `cut` instead of `split`, because no prompt has used the upper half without the
-        lower one.
-        """
-        upper = self._trees[node.owner.namespace].cut(node, num_blocks)
-        self._changes.cut(node)
-        return upper
 
     def _free_parts_and_snapshots(self, block_ids: BlockIds) -> None:
         """Free the memory of windowed layers and of state snapshots that belongs to blocks that are free now."""

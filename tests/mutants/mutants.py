@@ -121,8 +121,8 @@ CACHE_MUTANTS = (
     Mutant("cache/lease.py", "self._known_node())", "self.node)"),
     Mutant("cache/radix_tree.py", "lower.fingerprint = top.fingerprint", "lower.fingerprint = 0"),
     Mutant("cache/radix_tree.py", "        lower.start_bytes += cut_bytes\n", ""),
-    Mutant("cache/retained_nodes.py", "if first_block == start or nodes:", "if first_block <= start or nodes:"),
-    Mutant("cache/retained_nodes.py", "            if end_block > end:\n                break\n", ""),
+    Mutant("cache/namespace_trees.py", "if first_block == start or nodes:", "if first_block <= start or nodes:"),
+    Mutant("cache/namespace_trees.py", "            if end_block > end:\n                break\n", ""),
     Mutant(
         "cache/evictor.py",
         "num_takeable = num_available_blocks - num_headroom_blocks",
@@ -284,7 +284,7 @@ CACHE_MUTANTS = (
     ),
     Mutant("cache/retained_nodes.py", "        upper.has_expired = lower.has_expired\n", ""),
     Mutant("cache/retained_nodes.py", "        node.has_expired = False\n", ""),
-    Mutant("cache/prefix_cache.py", "        self._changes.cut(node)\n", ""),
+    Mutant("cache/namespace_trees.py", "        self._on_cut(node)\n", ""),
     Mutant(
         "cache/retained_nodes.py",
         "min(num_left_blocks, tenant_max_blocks - usage.num_retained_blocks)",
