@@ -405,10 +405,17 @@ class PrefixCache:
             cached_tokens = max(match.root_tokens, cached_tokens)
         if self.windows.pools and match.found_bytes > cached_tokens * TOKEN_BYTES:
             return MissReason.NO_WINDOW
-        next_end = (cached_tokens // self.block_size + 1) * self.block_size
-        return self._evicted.explain(
-            match.namespace, tokens, cached_tokens, match.root_tokens, next_end, former, self._num_cached_tokens
-        )
+        next_end = (cached_tokens // self.block_size + 1) * self.block_size * TOKEN_BYTES
+        reason = self._evicted.reason(prefix_fingerprint(match.namespace.seed, tokens, next_end))
+        if reason is not None:  # an adapter that was unloaded and loaded again with the same weights has not changed
+            return MissReason.EVICTED if reason is MissReason.ADAPTER_CHANGED else reason
+        for key in former:
+            reason = self._evicted.reason(prefix_fingerprint(key.namespace.seed, key.tokens, next_end))
+            if reason is MissReason.ADAPTER_CHANGED:
+                return reason
+            if self._find_in_tree(key.namespace, key.tokens, None).cached_tokens > cached_tokens:
+                return MissReason.ADAPTER_CHANGED
+        return MissReason.DIVERGED if cached_tokens > match.root_tokens else MissReason.COLD
 
     def is_evicted_by_self(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> bool | None:
         """Return whether the tokens after the cached ones were evicted for their own tenant.
@@ -466,9 +473,6 @@ class PrefixCache:
             if node is not None and node.owner.namespace.tenant == tenant:
                 nodes.append(node)
         return branches_through(nodes, max_branches, self._clock())
-
-    def _num_cached_tokens(self, key: PromptKey) -> int:
-        return self._find_in_tree(key.namespace, key.tokens, None).cached_tokens
 
     def lease(
         self,

@@ -50,7 +50,7 @@ def test_a_segment_reports_its_position_and_its_size(cache: PrefixCache) -> None
     assert [(each.start_token, each.num_tokens, each.num_blocks) for each in (tail, other)] == [(8, 2, 1)] * 2
 
 
-def test_a_split_leaves_the_old_node_its_place(cache: PrefixCache) -> None:
+def test_a_split_leaves_the_old_node_its_number(cache: PrefixCache) -> None:
     publish(cache, "abcdefgh")
     (before,) = list_segments(cache)
     publish(cache, "abcdXYZ")
@@ -86,7 +86,7 @@ def test_a_tenant_is_listed_alone(cache: PrefixCache) -> None:
     assert len(list_segments(cache)) == 3
 
 
-def test_places_of_removed_nodes_are_assigned_again(cache: PrefixCache) -> None:
+def test_numbers_of_removed_nodes_are_assigned_again(cache: PrefixCache) -> None:
     for tenant in "abc":
         publish(cache, "abcd", Namespace("model", tenant))
     cache.purge(tenant="a")
@@ -98,7 +98,7 @@ def test_places_of_removed_nodes_are_assigned_again(cache: PrefixCache) -> None:
     assert cache.segments.page(0).end_number == 0
 
 
-def test_a_page_passes_a_bounded_number_of_places(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_passes_a_bounded_number_of_segment_numbers(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_index, "MAX_PASSED", 2)
     for tenant in "aaabca":
         publish(cache, "abcd" if tenant != "c" else "xyz", Namespace("model", tenant))
@@ -148,7 +148,7 @@ def test_no_segment_is_hotter_than_its_parent(cache: PrefixCache, clock: FakeClo
                 assert segment.heat <= segments[segment.parent_number].heat
 
 
-def test_a_stride_skips_places_and_still_finds_the_parent(cache: PrefixCache) -> None:
+def test_a_stride_skips_numbers_and_still_finds_the_parent(cache: PrefixCache) -> None:
     publish(cache, "abcdefgh")
     for letter in "wxyz":
         publish(cache, f"abcd{letter * 4}")
