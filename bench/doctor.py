@@ -184,9 +184,9 @@ def _live_profile(requests: Sequence[AgentRequest], decode: Decode, *, has_sessi
     feed = MissFeed(profiler)
     cache = PrefixCache(_num_blocks(requests), _BLOCK_SIZE, listeners=[feed])
 
-    def find_branches(places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
+    def find_branches(segment_numbers: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
         branches: Future[Branches] = Future()
-        branches.set_result(Branches(cache.branches_at(places, tenant, session_id, MAX_BRANCHES), None, 0.0))
+        branches.set_result(Branches(cache.branches_at(segment_numbers, tenant, session_id, MAX_BRANCHES), None, 0.0))
         return branches
 
     profiler.start(find_branches)

@@ -14,8 +14,8 @@ class Segment(NamedTuple):
     """A snapshot of a node of a radix tree. A plain tuple, because the engine's thread creates hundreds at a time.
 
     Attributes:
-        place: a number that no other segment has while this one is cached.
-        parent_place: the place of the previous segment; None for the first one of its namespace.
+        number: a number that no other segment has while this one is cached.
+        parent_number: the number of the previous segment; None for the first one of its namespace.
         namespace: its namespace; `adapter` is the one that computed its last token.
         start_token: number of prompt tokens before the segment.
         num_tokens: number of tokens of the segment.
@@ -34,8 +34,8 @@ class Segment(NamedTuple):
         awaits: what the session that last used it waits for.
     """
 
-    place: int
-    parent_place: int | None
+    number: int
+    parent_number: int | None
     namespace: Namespace
     start_token: int
     num_tokens: int
@@ -57,15 +57,15 @@ class SegmentPage(NamedTuple):
 
     Attributes:
         segments: the segments.
-        next_place: where the next page begins; None after the last one.
-        num_places: number of places, including those that no segment has now.
+        next_start: the number at which the next page begins; None after the last one.
+        end_number: the numbers of all segments are below it. Some numbers below it may belong to no segment.
         num_segments: cached segments of all tenants.
         num_compared: matching segments that were examined for this page.
     """
 
     segments: tuple[Segment, ...]
-    next_place: int | None
-    num_places: int
+    next_start: int | None
+    end_number: int
     num_segments: int
     num_compared: int
 
@@ -89,12 +89,12 @@ class StoredPage(NamedTuple):
 
     Attributes:
         namespaces: the namespaces of the page.
-        next_place: where the next page begins; None after the last one.
+        next_start: where the next page begins; None after the last one.
         num_compared: matching namespaces that were examined for this page.
         num_namespaces: namespaces of all tenants.
     """
 
     namespaces: tuple[StoredNamespace, ...]
-    next_place: int | None
+    next_start: int | None
     num_compared: int
     num_namespaces: int

@@ -47,7 +47,7 @@ class BlockStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Requests by state: four current counts, and four totals since the start.
+    """Requests by state: four current counts, and four totals since the start. The fields have the protocol's names.
 
     Attributes:
         waiting: requests that wait to be admitted.

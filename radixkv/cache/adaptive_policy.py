@@ -87,7 +87,7 @@ class HitDensities:
 
     def density(self, kind: int, age_s: float) -> float:
         """Return the expected hits per block second of a node of this kind and age. Complexity: O(1)."""
-        return self._densities[kind][_age_index(math.log2(max(age_s, _SHORTEST_AGE_S)))]
+        return self._densities[kind][_age_index(_log_age(age_s))]
 
     def update(self) -> None:
         """Compute the densities from the counts.
@@ -145,6 +145,11 @@ def _compute_densities(hits: Counts, block_waits: Counts) -> Counts:
     densities[rows, first:end] = max_densities
     densities[rows, :first] = max_densities[:, :1]
     return densities
+
+
+def _log_age(age_s: float) -> float:
+    """Return log2 of an age in seconds; ages below the shortest one count as that."""
+    return math.log2(max(age_s, _SHORTEST_AGE_S))
 
 
 def _age_index(log_age: float) -> int:
@@ -388,8 +393,9 @@ class AdaptivePolicy(EvictionPolicy):
             history.restore(before, min(num_blocks, leaf.num_blocks), last_used_s)
             return
         num_used = max(0, min(num_blocks, before.num_blocks) - first)
-        log_age = self._record_hit(before.kind, num_used, now_s - last_used_s)
-        self._record_hit(before.new_kind, num_blocks - first - num_used, now_s - last_used_s)
+        log_age = _log_age(now_s - last_used_s)
+        self.densities.hit(before.kind, num_used, log_age)
+        self.densities.hit(before.new_kind, num_blocks - first - num_used, log_age)
         ghost, num_new_blocks = history.ghost, history.num_new_blocks
         if not first:
             history.num_uses, history.log_pace = before.num_uses, before.log_pace
@@ -418,10 +424,10 @@ class AdaptivePolicy(EvictionPolicy):
     def _record_use(self, node: Node, last_used_s: float, now_s: float) -> None:
         history: _ReuseHistory = node.policy_note
         last_used_s = _last_use_s(node, last_used_s)
-        age_s = now_s - last_used_s
+        log_age = _log_age(now_s - last_used_s)
         num_used = min(history.num_blocks, node.num_blocks)
-        log_age = self._record_hit(history.kind, num_used, age_s)
-        self._record_hit(history.new_kind, node.num_blocks - num_used, age_s)
+        self.densities.hit(history.kind, num_used, log_age)
+        self.densities.hit(history.new_kind, node.num_blocks - num_used, log_age)
         ghost = None
         if history.marks:  # the last blocks were evicted, and may be published again by this request
             before = copy.copy(history)
@@ -431,11 +437,6 @@ class AdaptivePolicy(EvictionPolicy):
         history.ghost, history.num_returned_blocks = ghost, node.num_blocks
         node.num_uses += 1
         self.densities.wait(history.kind, history.num_blocks)
-
-    def _record_hit(self, kind: int, num_blocks: int, age_s: float) -> float:
-        log_age = math.log2(max(age_s, _SHORTEST_AGE_S))
-        self.densities.hit(kind, num_blocks, log_age)
-        return log_age
 
     def _count_event(self) -> None:
         self._num_events += 1

@@ -133,6 +133,7 @@ def check_tree(tree: RadixTree) -> None:
             node.start_bytes == parent.start_bytes + len(parent.tokens), "a node does not begin where its parent ends"
         )
         _require_of_tree(num_bytes > 0 and num_bytes % TOKEN_BYTES == 0, "a run is not whole tokens")
+        _require_of_tree(node.num_blocks * BLOCK_ID_BYTES == len(node.block_ids), "the number of blocks is wrong")
         _require_of_tree(node.num_blocks == -(-num_bytes // block_bytes), "blocks do not cover the run")
         _require_of_tree(node.is_leaf or num_bytes % block_bytes == 0, "an inner node ends inside a block")
         _require_of_tree(node.children is None or len(node.children) > 0, "an empty child table is kept")

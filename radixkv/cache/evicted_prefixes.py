@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from typing import TypeVar
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
 from radixkv.cache.node import Node
 from radixkv.invocation import InvocationMarks
-from radixkv.namespace import Namespace, PromptKey
-from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 
 _T = TypeVar("_T")
 
@@ -71,34 +69,6 @@ class EvictedPrefixes(Listener):
     def is_by_self(self, fingerprint: int) -> bool | None:
         """Return whether a prefix was evicted for its own tenant; None if unknown. Complexity: O(1)."""
         return fingerprint not in self._evicted_for_others if fingerprint in self._reasons else None
-
-    def explain(
-        self,
-        namespace: Namespace,
-        tokens: bytes,
-        cached_tokens: int,
-        root_tokens: int,
-        next_end: int,
-        former: Sequence[PromptKey],
-        count_cached: Callable[[PromptKey], int],
-    ) -> MissReason:
-        """Return why the tokens after the cached ones have to be computed; see `PrefixCache.explain`.
-
-        Args:
-            namespace, tokens, cached_tokens, former: as in `PrefixCache.explain`.
-            root_tokens: number of tokens of the public prefix above the tree.
-            next_end: number of tokens up to the end of the block that holds the first token to compute.
-            count_cached: counts the tokens of a prompt that are cached.
-        """
-        end = next_end * TOKEN_BYTES
-        reason = self.reason(prefix_fingerprint(namespace.seed, tokens, end))
-        if reason is not None:  # an adapter that was unloaded and loaded again with the same weights has not changed
-            return MissReason.EVICTED if reason is MissReason.ADAPTER_CHANGED else reason
-        for key in former:
-            reason = self.reason(prefix_fingerprint(key.namespace.seed, key.tokens, end))
-            if reason is MissReason.ADAPTER_CHANGED or count_cached(key) > cached_tokens:
-                return MissReason.ADAPTER_CHANGED
-        return MissReason.DIVERGED if cached_tokens > root_tokens else MissReason.COLD
 
     def _remember(self, fingerprint: int, reason: MissReason) -> None:
         self._reasons[fingerprint] = reason

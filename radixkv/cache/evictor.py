@@ -320,11 +320,9 @@ class Evictor:
 
         Complexity: O(log leaves), and a pass over the path of the leaf if blocks are kept.
         """
-        tree = self._trees[leaf.owner.namespace]
         if num_kept_blocks:
-            tree.cut(leaf, num_kept_blocks)
-            self._changes.cut(leaf)
-        self._free([self._purge(tree, leaf)])
+            self._trees.cut(leaf, num_kept_blocks)
+        self._free([self._purge(self._trees[leaf.owner.namespace], leaf)])
         return leaf.num_blocks
 
     def _purge(self, tree: RadixTree, leaf: Node) -> bytes:
@@ -352,7 +350,7 @@ class Evictor:
             self._pool.unpublish(np.frombuffer(node.block_ids, dtype=np.int32))
             node.retired_block_ids += node.block_ids
             num_blocks += node.num_blocks
-            node.block_ids = b""
+            node.set_block_ids(b"")
             node.children = None  # otherwise only the garbage collector frees nodes that reference each other
         tree.root.children = None
         usage = tree.owner.usage

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from radixkv.blocks import BlockIds
 from radixkv.cache.changes import Listener
+from radixkv.cache.namespace_trees import NamespaceTrees
 from radixkv.cache.node import Node
 from radixkv.cache.tenants import Tenants, TenantUsage
 from radixkv.errors import Cause, OutOfBlocks, QuotaExceeded
@@ -50,17 +51,17 @@ class HeldBlocks(Listener):
     Args:
         max_blocks: blocks that may be held. A tenant without a bound in its quota may hold half of them.
         tenants: their quotas and counts.
-        cut: splits a node after its first blocks, notifies the listeners, and returns the upper half.
+        trees: the trees of the cache.
 
     Attributes:
         max_blocks: the argument.
         num_blocks: blocks that are held, including those that are in no tree.
     """
 
-    def __init__(self, max_blocks: int, tenants: Tenants, cut: Callable[[Node, int], Node]) -> None:
+    def __init__(self, max_blocks: int, tenants: Tenants, trees: NamespaceTrees) -> None:
         self.max_blocks = max_blocks
         self._tenants = tenants
-        self._cut = cut
+        self._trees = trees
         self.num_blocks = 0
         self._leases: dict[Node, set[PathOwner]] = {}  # by the node in which they end
         self._purged: dict[Node, int] = {}  # blocks of held nodes whose tree was purged
@@ -150,7 +151,7 @@ class HeldBlocks(Listener):
             leaf: a leaf in which a held lease ends.
             num_blocks: its blocks before it grew.
         """
-        upper = self._cut(leaf, num_blocks)
+        upper = self._trees.cut(leaf, num_blocks)
         leases = self._leases.pop(leaf)
         for lease in leases:
             lease.node = upper

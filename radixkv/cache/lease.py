@@ -250,10 +250,9 @@ class Lease:
         self.copy = None
         state.pins.pin(insertion.node)
         if previous_node is not None:
-            state.pins.unpin(previous_node)
-            if insertion.split is previous_node:
-                previous_node.last_used_s = self.node_used_s  # this lease used only the upper half
-                state.queue.requeue(previous_node)
+            # A lease whose node was split has used only the upper half.
+            last_used_s = self.node_used_s if insertion.split is previous_node else None
+            state.pins.unpin(previous_node, last_used_s=last_used_s)
         state.sessions.record_use(insertion.node, self.session)
         known_tokens = max(self.committed_tokens, insertion.known_bytes // TOKEN_BYTES)
         self.committed_tokens = end
@@ -464,7 +463,7 @@ class Lease:
         node = self.node
         if node is None or self.is_revoked:
             return
-        path = self._state.retained.cut_range(node, 0, self.num_published_blocks)
+        path = self._state.trees.cut_range(node, 0, self.num_published_blocks)
         self.node = path[-1] if path else None
         if self.node is not node:
             if self.node is not None:

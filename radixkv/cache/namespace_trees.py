@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import TypeVar
 
-from radixkv.cache.node import Owner
+from radixkv.cache.node import Node, Owner, path_to
 from radixkv.cache.radix_tree import RadixTree, RootPrefix
 from radixkv.cache.tenants import TenantUsage
 from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES
 
 _K = TypeVar("_K", bound=Hashable)
+
+# Paths of more nodes are not split further: each node costs every request that uses the path a microsecond.
+_MAX_CUT_NODES = 256
 
 
 class NamespaceTrees(dict[Namespace, RadixTree]):
@@ -26,11 +30,13 @@ class NamespaceTrees(dict[Namespace, RadixTree]):
 
     Args:
         block_size: tokens per block.
+        on_cut: called with the lower half of each node that `cut` has split.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, on_cut: Callable[[Node], None]) -> None:
         super().__init__()
         self._block_size = block_size
+        self._on_cut = on_cut
         self._by_tenant: dict[str, dict[Namespace, RadixTree]] = {}
         self._by_public_prefix: dict[tuple[Namespace, str], dict[Namespace, RadixTree]] = {}  # by `_public_prefix_key`
 
@@ -67,6 +73,43 @@ class NamespaceTrees(dict[Namespace, RadixTree]):
         """
         return self._by_public_prefix.get((namespace, serial), {}).values()
 
+    def cut(self, node: Node, num_blocks: int) -> Node:
+        """Split a node after its first `num_blocks` blocks, although no prompt diverges there. Returns the upper half.
+
+        Complexity: O(depth + tokens of the path).
+        """
+        upper = self[node.owner.namespace].cut(node, num_blocks)
+        self._on_cut(node)
+        return upper
+
+    def nodes_in_range(self, node: Node, start: int, end: int) -> list[Node]:
+        """List the nodes that hold the blocks `[start, end)` of a node's path, as `cut_range` does.
+
+        A path of more than 256 nodes is not split: only its nodes all of whose blocks are in the range are listed.
+        """
+        path = path_to(node)
+        return _whole_nodes(path, start, end) if len(path) > _MAX_CUT_NODES else self._cut_path(path, start, end)
+
+    def cut_range(self, node: Node, start: int, end: int) -> list[Node]:
+        """List the nodes that hold the blocks `[start, end)` of a node's path, after splitting nodes at both ends.
+
+        Complexity: O(depth), and two cuts.
+        """
+        return self._cut_path(path_to(node), start, end)
+
+    def _cut_path(self, path: list[Node], start: int, end: int) -> list[Node]:
+        nodes = []
+        end_block = _first_block(path)
+        for node in path:
+            first_block, end_block = end_block, end_block + node.num_blocks
+            if first_block < end < end_block:
+                node = self.cut(node, end - first_block)
+            if first_block < start < end_block:
+                self.cut(node, start - first_block)  # `node` is the lower half now
+            if start < end_block and first_block < end:
+                nodes.append(node)
+        return nodes
+
 
 def _public_prefix_key(namespace: Namespace) -> tuple[Namespace, str]:
     """Return the namespace of the prompts, and the serial number of the public prefix above their tree."""
@@ -79,3 +122,24 @@ def _remove(trees_by_key: dict[_K, dict[Namespace, RadixTree]], key: _K, namespa
     del trees[namespace]
     if not trees:
         del trees_by_key[key]
+
+
+def _first_block(path: list[Node]) -> int:
+    """Return the position of the first block of a path: after the blocks of a public prefix above its tree."""
+    return path[0].start_bytes // (path[0].owner.block_size * TOKEN_BYTES) if path else 0
+
+
+def _whole_nodes(path: list[Node], start: int, end: int) -> list[Node]:
+    """List the nodes all of whose blocks are in `[start, end)`.
+
+    The list is empty if the block `start` is inside a node.
+    """
+    nodes: list[Node] = []
+    end_block = _first_block(path)
+    for node in path:
+        first_block, end_block = end_block, end_block + node.num_blocks
+        if first_block == start or nodes:
+            if end_block > end:
+                break
+            nodes.append(node)
+    return nodes

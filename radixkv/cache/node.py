@@ -105,7 +105,7 @@ class _SortedKeys(SortedList):  # type: ignore[misc]  # has no annotations
         return lists[list_index - 1][-1] if list_index else keys[0], keys[0]
 
 
-NO_PLACE = -1
+NO_NUMBER = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,8 @@ class Node:
         parent: the previous node; None only for a root, which holds no tokens, or those of a public prefix.
         start_bytes: length of all tokens before this node.
         tokens: little-endian uint32 token ids, at least one. Whole blocks, except in a leaf.
-        block_ids: little-endian int32 block ids, `ceil(num_tokens / block_size)` of them.
+        block_ids: little-endian int32 block ids, `ceil(num_tokens / block_size)` of them. Changed by `set_block_ids`.
+        num_blocks: the number of these blocks.
         fingerprint: hash of the namespace and of all tokens up to the end of this node's first block.
         children: the next nodes, by the bytes of their first block; None if there are none.
         ref_count: leases whose path ends in this node, plus children that are pinned. A node is pinned while this is
@@ -223,7 +224,7 @@ class Node:
             does not change its expiry.
         has_expired: whether the priority was above the default and has expired.
         num_retained_children: children that `RetainedNodes` counts as retained.
-        place: position in the `SegmentIndex`; `NO_PLACE` outside.
+        segment_number: its number in the `SegmentIndex`; `NO_NUMBER` outside.
         session: the session that is the only one to have used this node; None if there is no such session.
         keys: the keys under which stores keep the first blocks of this node, as far as they were computed; None if none
             was. See `NodeKeys`.
@@ -240,18 +241,19 @@ class Node:
         "held_ref_count",
         "keys",
         "last_used_s",
+        "num_blocks",
         "num_probation_blocks",
         "num_retained_children",
         "num_reused_blocks",
         "num_uses",
         "owner",
         "parent",
-        "place",
         "policy_note",
         "priority",
         "ref_count",
         "renew_s",
         "retired_block_ids",
+        "segment_number",
         "session",
         "start_bytes",
         "tokens",
@@ -264,7 +266,7 @@ class Node:
         self.parent = parent
         self.start_bytes = start_bytes
         self.tokens = tokens
-        self.block_ids = block_ids
+        self.set_block_ids(block_ids)
         self.fingerprint = fingerprint
         self.children: ChildTable[Node] | None = None
         self.ref_count = 0
@@ -282,14 +284,14 @@ class Node:
         self.renew_s: float | None = None
         self.has_expired = False
         self.num_retained_children = 0
-        self.place = NO_PLACE
+        self.segment_number = NO_NUMBER
         self.session: Session | None = None
         self.keys: list[bytes] | None = None
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks of this run."""
-        return len(self.block_ids) // BLOCK_ID_BYTES
+    def set_block_ids(self, block_ids: bytes) -> None:
+        """Set the packed ids of the blocks, and with them `num_blocks`."""
+        self.block_ids = block_ids
+        self.num_blocks = len(block_ids) // BLOCK_ID_BYTES
 
     @property
     def is_leaf(self) -> bool:
@@ -299,7 +301,7 @@ class Node:
     @property
     def is_evictable(self) -> bool:
         """Whether this is a leaf with blocks that no lease uses. Roots and purged nodes are not evictable."""
-        return self.ref_count == 0 and not self.children and len(self.block_ids) > 0 and self.parent is not None
+        return self.ref_count == 0 and not self.children and self.num_blocks > 0 and self.parent is not None
 
 
 # Uses are recorded for this many nodes at the end of a path. Paths of real traffic have fewer than 20 nodes.

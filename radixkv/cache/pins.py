@@ -7,14 +7,12 @@ from collections.abc import Callable
 import numpy as np
 
 from radixkv.api.awaits import Awaits
-from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.changes import Changes
 from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.eviction_queue import EvictionQueue
 from radixkv.cache.namespace_trees import NamespaceTrees
 from radixkv.cache.node import NUM_FOLLOWED_NODES, Node, Session, path_to
-from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.tokens import TOKEN_BYTES
 
 # Members of an enumeration are looked up slowly, and every node of a path is compared with these.
@@ -46,7 +44,6 @@ class Pins:
         pool: BlockPool,
         policy: EvictionPolicy,
         queue: EvictionQueue,
-        retained: RetainedNodes,
         changes: Changes,
         clock: Callable[[], float],
     ) -> None:
@@ -56,25 +53,31 @@ class Pins:
         self._pool = pool
         self._policy = policy
         self._queue = queue
-        self._retained = retained
         self._changes = changes
         self._clock = clock
 
     def pin(self, node: Node) -> None:
         """Pin all nodes of a path. Complexity: O(log leaves + nodes of the path that were not pinned)."""
         self._queue.discard(node)
-        now_s, path_end, num_id_bytes = self._clock(), node, 0
+        now_s, path_end, num_blocks = self._clock(), node, 0
         while (parent := node.parent) is not None:
             node.ref_count += 1
             if node.ref_count > 1:
                 break
-            num_id_bytes += len(node.block_ids)
+            num_blocks += node.num_blocks
             node.last_used_s = now_s
             node = parent
-        self.count_pinned(path_end, num_id_bytes // BLOCK_ID_BYTES)
+        self.count_pinned(path_end, num_blocks)
         _touch(node, now_s)
 
-    def unpin(self, node: Node, awaits: Awaits | None = None, session: Session | None = None) -> Node:
+    def unpin(
+        self,
+        node: Node,
+        awaits: Awaits | None = None,
+        session: Session | None = None,
+        *,
+        last_used_s: float | None = None,
+    ) -> Node:
         """Undo one `pin` of the same node.
 
         Args:
@@ -83,18 +86,19 @@ class Pins:
                 pinned; None to record nothing. The end of a session (`NOTHING`) is not recorded in nodes that other
                 sessions probably use too, nor in those above them.
             session: the session of the lease, unless it has been ended. Its end is only recorded in its own nodes.
+            last_used_s: time of the last use of `node`, if the lease has not used it; None if this is a use.
 
         Returns:
             The deepest node of the path that is still pinned, or the root.
 
         Complexity: O(log leaves + nodes of the path that are no longer pinned).
         """
-        now_s, path_end, num_id_bytes = self._clock(), node, 0
+        now_s, path_end, num_blocks = self._clock(), node, 0
         while (parent := node.parent) is not None:
             node.ref_count -= 1
             if node.ref_count:
                 break
-            num_id_bytes += len(node.block_ids)
+            num_blocks += node.num_blocks
             if node.retired_block_ids:
                 self._free_retired(node)
             node.last_used_s = now_s
@@ -107,8 +111,10 @@ class Pins:
                 if awaits is not _UNKNOWN:
                     self._policy.note_awaits(node)
             node = parent
-        self.count_pinned(path_end, -(num_id_bytes // BLOCK_ID_BYTES))
+        self.count_pinned(path_end, -num_blocks)
         _touch(node, now_s)
+        if last_used_s is not None:
+            path_end.last_used_s = last_used_s
         if path_end.is_evictable:
             self._queue.add(path_end)
         return node
@@ -172,7 +178,7 @@ class Pins:
     def _may_join(self, upper: Node, lower: Node, even_unlike: bool) -> bool:
         """Whether a node and its only child may become one."""
         return (
-            len(upper.block_ids) > 0  # otherwise it was purged
+            upper.num_blocks > 0  # otherwise it was purged
             and upper.priority == lower.priority
             and upper.has_expired is lower.has_expired
             and upper.session is lower.session
@@ -225,7 +231,7 @@ class Pins:
         num_available_blocks = num_surplus_blocks - max(0, num_cached_blocks - num_pinned_blocks)
         if num_available_blocks < 0 or node is None or cached_tokens <= root_tokens:
             return None, root_tokens, max(0, -num_available_blocks)
-        return self._retained.cut_range(node, 0, num_cached_blocks)[-1], cached_tokens, 0
+        return self._trees.cut_range(node, 0, num_cached_blocks)[-1], cached_tokens, 0
 
     def count_pinned(self, node: Node, num_blocks: int) -> None:
         """Add to the number of pinned blocks of a node's tenant and of all tenants; `num_blocks` may be negative."""

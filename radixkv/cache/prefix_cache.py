@@ -27,7 +27,7 @@ from radixkv.cache.evictor import Evictor
 from radixkv.cache.held_blocks import HeldBlocks, HeldPath
 from radixkv.cache.lease import Lease, OpenLeases
 from radixkv.cache.namespace_trees import NamespaceTrees
-from radixkv.cache.node import NO_PLACE, Node, Session
+from radixkv.cache.node import NO_NUMBER, Node, Session
 from radixkv.cache.pins import Pins
 from radixkv.cache.public_prefixes import PublicPrefix, PublicPrefixes, PublicRoot
 from radixkv.cache.purge import Purged, all_slices, drop_unused, purge, purge_invoked
@@ -72,6 +72,7 @@ class _TreeMatch(NamedTuple):
         cached_tokens: tokens that can be reused, those of a public prefix above the tree included.
         public_prefix: the public prefix above the tree; None for most trees.
         root_prefix: the tokens and blocks of the public prefix that are above the tree; empty for most trees.
+        root_tokens: number of tokens in `root_prefix`.
         node: the deepest node of the tree that shares a reused token; None if none does.
         found_bytes: bytes of the prompt that are in the tree, or in the public prefix above it, whether or not all of
             them can be reused.
@@ -83,15 +84,11 @@ class _TreeMatch(NamedTuple):
     cached_tokens: int
     public_prefix: PublicPrefix | None
     root_prefix: RootPrefix
+    root_tokens: int
     node: Node | None
     found_bytes: int
     packed_block_ids: bytes
     num_nodes: int
-
-    @property
-    def root_tokens(self) -> int:
-        """Number of tokens in `root_prefix`."""
-        return self.root_prefix.num_tokens
 
 
 class PrefixCache:
@@ -172,13 +169,14 @@ class PrefixCache:
         self.ledger = ledger
         self.tenants = Tenants(quotas or {}, default_quota, ledger)
         self.max_retained_blocks = num_blocks // 5 if max_retained_blocks is None else max_retained_blocks
-        self.held = HeldBlocks(num_blocks // 2 if max_held_blocks is None else max_held_blocks, self.tenants, self._cut)
+        self._trees = NamespaceTrees(block_size, lambda lower: self._changes.cut(lower))
+        max_held_blocks = num_blocks // 2 if max_held_blocks is None else max_held_blocks
+        self.held = HeldBlocks(max_held_blocks, self.tenants, self._trees)
         self.segments = SegmentIndex(clock, self.marks)
         self.sessions = Sessions(max_session_prompt_bytes)
         self._clock = clock
-        self._trees = NamespaceTrees(block_size)
         self._evicted = EvictedPrefixes(max_evicted_prefixes, self.marks)
-        self._retained = RetainedNodes(self.max_retained_blocks, self._cut)
+        self._retained = RetainedNodes(self.max_retained_blocks, self._trees)
         self._policy = policy = policy or EvictionPolicy()
         self._queue = EvictionQueue(policy, self.tenants, probation_share, num_blocks)
         part_shares = [pool.share for pool in self.windows.pools if pool.share is not None]
@@ -200,7 +198,6 @@ class PrefixCache:
             pool=self.pool,
             policy=policy,
             queue=self._queue,
-            retained=self._retained,
             changes=self._changes,
             clock=clock,
         )
@@ -324,7 +321,7 @@ class PrefixCache:
     ) -> _TreeMatch:
         """Look a prompt up in the tree of a namespace, if it exists, and in the public prefix above that tree."""
         root_prefix, public_prefix = (NO_ROOT_PREFIX, None) if root is None else (root.root_prefix, root.prefix)
-        root_tokens = root_prefix.num_tokens
+        root_tokens = len(root_prefix.tokens) // TOKEN_BYTES
         tree = self._trees.get(namespace) if read else None
         if tree is None:
             node, found_bytes, packed, num_nodes = None, len(root_prefix.tokens), root_prefix.block_ids, 0
@@ -340,7 +337,9 @@ class PrefixCache:
             node = None
         elif cached_tokens == root_tokens:
             node = None  # the tree has nothing that can be reused, so a lease pins none of its nodes
-        return _TreeMatch(namespace, cached_tokens, public_prefix, root_prefix, node, found_bytes, packed, num_nodes)
+        return _TreeMatch(
+            namespace, cached_tokens, public_prefix, root_prefix, root_tokens, node, found_bytes, packed, num_nodes
+        )
 
     def _num_reusable_tokens(self, packed_block_ids: bytes, num_tokens: int) -> int:
         """Return how many cached tokens can be reused: all, unless windowed layers or states lack something."""
@@ -406,10 +405,17 @@ class PrefixCache:
             cached_tokens = max(match.root_tokens, cached_tokens)
         if self.windows.pools and match.found_bytes > cached_tokens * TOKEN_BYTES:
             return MissReason.NO_WINDOW
-        next_end = (cached_tokens // self.block_size + 1) * self.block_size
-        return self._evicted.explain(
-            match.namespace, tokens, cached_tokens, match.root_tokens, next_end, former, self._num_cached_tokens
-        )
+        next_end = (cached_tokens // self.block_size + 1) * self.block_size * TOKEN_BYTES
+        reason = self._evicted.reason(prefix_fingerprint(match.namespace.seed, tokens, next_end))
+        if reason is not None:  # an adapter that was unloaded and loaded again with the same weights has not changed
+            return MissReason.EVICTED if reason is MissReason.ADAPTER_CHANGED else reason
+        for key in former:
+            reason = self._evicted.reason(prefix_fingerprint(key.namespace.seed, key.tokens, next_end))
+            if reason is MissReason.ADAPTER_CHANGED:
+                return reason
+            if self._find_in_tree(key.namespace, key.tokens, None).cached_tokens > cached_tokens:
+                return MissReason.ADAPTER_CHANGED
+        return MissReason.DIVERGED if cached_tokens > match.root_tokens else MissReason.COLD
 
     def is_evicted_by_self(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> bool | None:
         """Return whether the tokens after the cached ones were evicted for their own tenant.
@@ -445,14 +451,14 @@ class PrefixCache:
         return find_divergence(tree, tokens, self._clock(), self.marks)
 
     def branches_at(
-        self, places: Iterable[int], tenant: str, session_id: str = "", max_branches: int = MAX_BRANCHES
+        self, segment_numbers: Iterable[int], tenant: str, session_id: str = "", max_branches: int = MAX_BRANCHES
     ) -> list[NamedBranch]:
-        """Return branches of a tenant through given places, with the tokens of public prefixes before them.
+        """Return branches of a tenant through given segments, with the tokens of public prefixes before them.
 
         Changes nothing.
 
         Args:
-            places: places in `segments`, the most important one first; those of other tenants are left out.
+            segment_numbers: numbers of segments, the most important one first; those of other tenants are left out.
             tenant: the tenant.
             session_id: a session of the tenant; the two branches that it used last come first. Empty for none.
             max_branches: maximum number of branches to return.
@@ -462,14 +468,11 @@ class PrefixCache:
         session = self.sessions.get(tenant, session_id) if session_id else None
         nodes = [] if session is None else session.ends
         nodes = heapq.nlargest(_MAX_SESSION_ENDS, nodes, key=lambda each: each.last_used_s)
-        for place in places:
-            node = self.segments.node_at(place)
+        for number in segment_numbers:
+            node = self.segments.node_with(number)
             if node is not None and node.owner.namespace.tenant == tenant:
                 nodes.append(node)
         return branches_through(nodes, max_branches, self._clock())
-
-    def _num_cached_tokens(self, key: PromptKey) -> int:
-        return self._find_in_tree(key.namespace, key.tokens, None).cached_tokens
 
     def lease(
         self,
@@ -767,7 +770,7 @@ class PrefixCache:
         if tree is None or node is None or num_bytes // TOKEN_BYTES <= first_block * size:
             return 0, 0
         num_path_blocks = node.start_bytes // (size * TOKEN_BYTES) + node.num_blocks
-        top = self._retained.cut_range(node, first_block, num_path_blocks)[0]
+        top = self._trees.cut_range(node, first_block, num_path_blocks)[0]
         _, num_blocks = self._evictor.purge_leaves(tree, _MAX_DROPPED_NODES, top=top, evicts=evicts)
         _, num_left_bytes = self._find_node(match.namespace, tokens)
         return num_blocks * size, max(0, num_left_bytes // TOKEN_BYTES - first_block * size)
@@ -833,7 +836,7 @@ class PrefixCache:
         granted_tokens = refused_tokens = num_changed = 0
         for nodes in self.segments.slices():
             for node in nodes:
-                if node.place == NO_PLACE or not node.owner.namespace.is_among(tenant, adapter, salt):
+                if node.segment_number == NO_NUMBER or not node.owner.namespace.is_among(tenant, adapter, salt):
                     continue
                 num_tokens = len(node.tokens) // TOKEN_BYTES
                 granted = None
@@ -869,7 +872,7 @@ class PrefixCache:
         if node is None:
             return match.root_tokens
         block_bytes = self.block_size * TOKEN_BYTES
-        nodes = self._retained.nodes_in_range(node, match.root_tokens // self.block_size, -(-num_bytes // block_bytes))
+        nodes = self._trees.nodes_in_range(node, match.root_tokens // self.block_size, -(-num_bytes // block_bytes))
         for each in nodes:
             self._share(each)
         end_bytes = nodes[-1].start_bytes + len(nodes[-1].tokens) if nodes else match.root_tokens * TOKEN_BYTES
@@ -983,16 +986,6 @@ class PrefixCache:
         self.segments.check(self.nodes())
         self.sessions.check(self.nodes())
         self.public.check()
-
-    def _cut(self, node: Node, num_blocks: int) -> Node:
-        """Split a node after its first `num_blocks` blocks, and return the upper half.
-
-        Listeners are notified with `cut` instead of `split`, because no prompt has used the upper half without the
-        lower one.
-        """
-        upper = self._trees[node.owner.namespace].cut(node, num_blocks)
-        self._changes.cut(node)
-        return upper
 
     def _free_parts_and_snapshots(self, block_ids: BlockIds) -> None:
         """Free the memory of windowed layers and of state snapshots that belongs to blocks that are free now."""

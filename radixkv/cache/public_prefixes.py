@@ -35,6 +35,7 @@ class PublicPrefix:
     Attributes:
         name: given by the operator.
         tokens: little-endian uint32 bytes of at least one block, as the cache knows them.
+        num_blocks: blocks that it takes, or will take when it is computed.
         namespace: namespace of the tree that holds only this prefix.
         adapter: digest of the adapter that computes the prefix, or its end; empty for the base model.
         lease: keeps the blocks; None until they are computed.
@@ -50,16 +51,18 @@ class PublicPrefix:
         "lease",
         "name",
         "namespace",
+        "num_blocks",
         "num_users",
         "num_uses",
         "tokens",
     )
 
-    def __init__(self, name: str, namespace: Namespace, tokens: bytes, adapter: str) -> None:
+    def __init__(self, name: str, namespace: Namespace, tokens: bytes, num_blocks: int, adapter: str) -> None:
         self.name = name
         self.adapter = adapter
         self.namespace = namespace
         self.tokens = tokens
+        self.num_blocks = num_blocks
         self.lease: Lease | None = None
         self.num_users = 0
         self.num_uses = 0
@@ -147,20 +150,16 @@ class PublicPrefixes:
     @property
     def num_blocks(self) -> int:
         """Blocks that public prefixes take, or will take when they are computed."""
-        return sum(self._num_blocks(each.tokens) for each in (*self._by_name.values(), *self._draining))
+        return sum(each.num_blocks for each in (*self._by_name.values(), *self._draining))
 
     @property
     def num_kept_blocks(self) -> int:
         """Blocks of the computed prefixes that are registered; they cannot be evicted."""
-        return sum(self._num_blocks(each.tokens) for each in self if each.lease is not None)
+        return sum(each.num_blocks for each in self if each.lease is not None)
 
     def is_registered(self, prefix: PublicPrefix) -> bool:
         """Return whether a prefix is registered."""
         return self._by_name.get(prefix.name) is prefix
-
-    def num_blocks_of(self, prefix: PublicPrefix) -> int:
-        """Return the number of blocks that a prefix takes, or will take when it is computed."""
-        return self._num_blocks(prefix.tokens)
 
     def register(self, name: str, model: str, adapter: str, tokens: bytes, *, invoked: str = "") -> PublicPrefix:
         """Register a prefix. The caller computes it in `PublicPrefix.namespace`, and then calls `activate`.
@@ -188,15 +187,15 @@ class PublicPrefixes:
             raise InvalidRequest(
                 f"token_ids: expected at least {self._block_size}, a block, got {len(tokens) // TOKEN_BYTES}"
             )
-        num_blocks = self.num_blocks + self._num_blocks(tokens)
-        if num_blocks > self.max_blocks:
+        num_blocks = -(-len(tokens) // self._block_bytes)
+        if self.num_blocks + num_blocks > self.max_blocks:
             raise OutOfBlocks(
                 f"public prefixes: expected at most {self.max_blocks} blocks of {self._block_size} tokens in all, "
-                f"got {num_blocks}"
+                f"got {self.num_blocks + num_blocks}"
             )
         self._state.windows.require_lasting_room(len(tokens) // TOKEN_BYTES)
         namespace = Namespace(model, PUBLIC_TENANT, adapter, salt=str(next(self._serials)))
-        self._by_name[name] = PublicPrefix(name, namespace, tokens, invoked or adapter)
+        self._by_name[name] = PublicPrefix(name, namespace, tokens, num_blocks, invoked or adapter)
         return self._by_name[name]
 
     def activate(self, prefix: PublicPrefix) -> None:
@@ -389,6 +388,3 @@ class PublicPrefixes:
 
     def _key(self, namespace: Namespace, tokens: bytes) -> tuple[str, str, bytes]:
         return namespace.model, namespace.adapter, tokens[: self._block_bytes]
-
-    def _num_blocks(self, tokens: bytes) -> int:
-        return -(-len(tokens) // self._block_bytes)

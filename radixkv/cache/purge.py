@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from radixkv.cache.evictor import Evictor
 from radixkv.cache.lease import OpenLeases
 from radixkv.cache.namespace_trees import NamespaceTrees
-from radixkv.cache.node import NO_PLACE
+from radixkv.cache.node import NO_NUMBER
 from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.segment_index import SegmentIndex
 from radixkv.invocation import InvocationMarks
@@ -171,7 +171,7 @@ def purge_invoked(
     freed_blocks = num_purged = 0
     for nodes in segments.slices():
         for node in nodes:
-            while node.place != NO_PLACE and node.is_evictable and marks.digest_of(node.tokens) == digest:
+            while node.segment_number != NO_NUMBER and node.is_evictable and marks.digest_of(node.tokens) == digest:
                 above = node.parent
                 assert above is not None, "a root has no blocks"
                 num_kept_blocks = marks.num_plain(node.tokens) // node.owner.block_size

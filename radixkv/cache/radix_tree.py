@@ -56,11 +56,6 @@ class RootPrefix(NamedTuple):
     tokens: bytes = b""
     block_ids: bytes = b""
 
-    @property
-    def num_tokens(self) -> int:
-        """Length in tokens."""
-        return len(self.tokens) // TOKEN_BYTES
-
 
 NO_ROOT_PREFIX = RootPrefix()
 
@@ -206,7 +201,7 @@ class RadixTree:
         replaced_ids = leaf.block_ids[num_whole_blocks * BLOCK_ID_BYTES :]
         old_key = leaf.tokens[: self._block_bytes]
         leaf.tokens = tokens[start:]
-        leaf.block_ids = kept_ids + block_ids[start // self._block_bytes * BLOCK_ID_BYTES + len(kept_ids) :]
+        leaf.set_block_ids(kept_ids + block_ids[start // self._block_bytes * BLOCK_ID_BYTES + len(kept_ids) :])
         if num_whole_blocks == 0:  # the leaf had less than one block, so its key (its first block) changes
             assert leaf.parent is not None
             siblings = leaf.parent.children
@@ -250,7 +245,7 @@ class RadixTree:
         lower.parent = upper
         lower.start_bytes += cut_bytes
         lower.tokens = lower.tokens[cut_bytes:]
-        lower.block_ids = lower.block_ids[num_blocks * BLOCK_ID_BYTES :]
+        lower.set_block_ids(lower.block_ids[num_blocks * BLOCK_ID_BYTES :])
         upper.children = ChildTable()
         upper.children[lower.tokens[: self._block_bytes]] = lower
         lower.fingerprint = prefix_fingerprint(self._seed, tokens, start + cut_bytes, lower.tokens[: self._block_bytes])
@@ -269,7 +264,7 @@ class RadixTree:
         assert parent is not None
         assert parent.children is not None
         lower.tokens = b"".join(node.tokens for node in (*uppers, lower))
-        lower.block_ids = b"".join(node.block_ids for node in (*uppers, lower))
+        lower.set_block_ids(b"".join(node.block_ids for node in (*uppers, lower)))
         lower.start_bytes = top.start_bytes
         lower.fingerprint = top.fingerprint
         lower.parent = parent
@@ -294,7 +289,7 @@ class RadixTree:
         """
         removed = leaf.block_ids[num_blocks * BLOCK_ID_BYTES :]
         leaf.tokens = leaf.tokens[: num_blocks * self._block_bytes]
-        leaf.block_ids = leaf.block_ids[: num_blocks * BLOCK_ID_BYTES]
+        leaf.set_block_ids(leaf.block_ids[: num_blocks * BLOCK_ID_BYTES])
         return removed
 
     def fingerprint_after(self, node: Node, num_blocks: int) -> int:

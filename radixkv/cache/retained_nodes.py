@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from sortedcontainers import SortedList
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import DEFAULT_PRIORITY, Grant
 from radixkv.cache.changes import Listener
+from radixkv.cache.namespace_trees import NamespaceTrees
 from radixkv.cache.node import Node, path_to
 from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.tenants import TenantUsage
 from radixkv.tokens import TOKEN_BYTES
 
-# Paths of more nodes are not split further: each node costs every request that uses the path a microsecond.
-_MAX_CUT_NODES = 256
 # Maximum number of priorities that one call of `expire` resets; the next calls reset the others. 40,000 at once would
 # take 0.4 s.
 _MAX_ENDED_AT_ONCE = 256
@@ -33,17 +32,17 @@ class RetainedNodes(Listener):
 
     Args:
         max_blocks: blocks that may be retained.
-        cut: splits a node after its first blocks, notifies the listeners, and returns the upper half.
+        trees: the trees of the cache.
 
     Attributes:
         max_blocks: the argument.
         num_blocks: blocks that are retained.
     """
 
-    def __init__(self, max_blocks: int, cut: Callable[[Node, int], Node]) -> None:
+    def __init__(self, max_blocks: int, trees: NamespaceTrees) -> None:
         self.max_blocks = max_blocks
         self.num_blocks = 0
-        self._cut = cut
+        self._trees = trees
         self._expiries = SortedList()  # of (expires_s, serial, node); serials are distinct, so nodes are never compared
         self._serials = itertools.count()
 
@@ -83,7 +82,7 @@ class RetainedNodes(Listener):
             if num_blocks <= 0:
                 return None
             if num_blocks < node.num_blocks:
-                node = self._cut(node, num_blocks)
+                node = self._trees.cut(node, num_blocks)
         self.set(node, priority, expires_s, renew_s)
         return node
 
@@ -127,7 +126,7 @@ class RetainedNodes(Listener):
         block_size = tree.owner.block_size
         first_block, end_block = start // block_size, -(-cached_upto // block_size)
         granted: list[Node] = []
-        for each in self.nodes_in_range(node, first_block, end_block):
+        for each in self._trees.nodes_in_range(node, first_block, end_block):
             granted_node = self.grant(each, priority, expires_s, renew_s=renew_s, only_raise=only_raise)
             if granted_node is not None:
                 granted.append(granted_node)
@@ -139,39 +138,11 @@ class RetainedNodes(Listener):
         refused_tokens = cached_upto - start - granted_tokens
         return Grant(granted_tokens, refused_tokens, end - cached_upto, min(expiry_times_s, default=None)), granted
 
-    def nodes_in_range(self, node: Node, start: int, end: int) -> list[Node]:
-        """List the nodes that hold the blocks `[start, end)` of a node's path, as `cut_range` does.
-
-        A path of more than 256 nodes is not split: only its nodes all of whose blocks are in the range are listed.
-        """
-        path = path_to(node)
-        return _whole_nodes(path, start, end) if len(path) > _MAX_CUT_NODES else self._cut_path(path, start, end)
-
-    def cut_range(self, node: Node, start: int, end: int) -> list[Node]:
-        """List the nodes that hold the blocks `[start, end)` of a node's path, after splitting nodes at both ends.
-
-        Complexity: O(depth), and two cuts.
-        """
-        return self._cut_path(path_to(node), start, end)
-
-    def _cut_path(self, path: list[Node], start: int, end: int) -> list[Node]:
-        nodes = []
-        end_block = _first_block(path)
-        for node in path:
-            first_block, end_block = end_block, end_block + node.num_blocks
-            if first_block < end < end_block:
-                node = self._cut(node, end - first_block)
-            if first_block < start < end_block:
-                self._cut(node, start - first_block)  # `node` is the lower half now
-            if start < end_block and first_block < end:
-                nodes.append(node)
-        return nodes
-
     def end_after(self, leaf: Node, num_blocks: int) -> None:
         """Give the blocks after the first `num_blocks` of a grown leaf the default priority, by splitting the leaf."""
         if leaf.num_blocks > num_blocks:
             if num_blocks:
-                self._cut(leaf, num_blocks)
+                self._trees.cut(leaf, num_blocks)
             self.set(leaf, DEFAULT_PRIORITY, None)
 
     def set(self, node: Node, priority: int, expires_s: float | None, renew_s: float | None = None) -> None:
@@ -267,27 +238,6 @@ class RetainedNodes(Listener):
     def _count(self, node: Node, num_blocks: int) -> None:
         self.num_blocks += num_blocks
         node.owner.usage.num_retained_blocks += num_blocks
-
-
-def _first_block(path: list[Node]) -> int:
-    """Return the position of the first block of a path: after the blocks of a public prefix above its tree."""
-    return path[0].start_bytes // (path[0].owner.block_size * TOKEN_BYTES) if path else 0
-
-
-def _whole_nodes(path: list[Node], start: int, end: int) -> list[Node]:
-    """List the nodes all of whose blocks are in `[start, end)`.
-
-    The list is empty if the block `start` is inside a node.
-    """
-    nodes: list[Node] = []
-    end_block = _first_block(path)
-    for node in path:
-        first_block, end_block = end_block, end_block + node.num_blocks
-        if first_block == start or nodes:
-            if end_block > end:
-                break
-            nodes.append(node)
-    return nodes
 
 
 def _num_unretained_blocks(node: Node | None) -> int:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.segments import HEAT_HALF_LIFE_S, Segment, SegmentPage
 from radixkv.cache.changes import Listener
-from radixkv.cache.node import NO_PLACE, Node
+from radixkv.cache.node import NO_NUMBER, Node
 from radixkv.cache.retained_nodes import is_retained
 from radixkv.errors import require_invariant
 from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
 
-# Maximum work of one call, so that it occupies the engine's thread for less than 1 ms: places that are scanned (2,048
+# Maximum work of one call, so that it occupies the engine's thread for less than 1 ms: numbers that are scanned (2,048
 # take 0.3 ms), nodes that are sorted by heat (512 take 0.5 ms), and segments that are created (256 take 0.3 ms).
 MAX_PASSED = 2048
 MAX_COMPARED = 512
@@ -28,14 +28,14 @@ _require = functools.partial(require_invariant, "segment index")
 
 
 class SegmentIndex(Listener):
-    """Assigns each node the lowest free place, a number that it keeps as long as it is cached.
+    """Assigns each node the lowest free number, which it keeps as long as it is cached.
 
-        places     0      1      2      3            a page of two: places 0 and 1; the next page begins at 2
+        numbers    0      1      2      3            a page of two: numbers 0 and 1; the next page begins at 2
                 [ node | node | free | node ]
 
     Even if nodes change between the pages of a scan, the scan returns each node that stays cached throughout exactly
     once, and each node that is inserted or evicted meanwhile at most once. When a node is split, the lower half keeps
-    the place, and the upper half is assigned a new one.
+    the number, and the upper half is assigned a new one.
 
     Args:
         clock: the clock of the cache, in seconds.
@@ -46,45 +46,45 @@ class SegmentIndex(Listener):
         self._clock = clock
         self._marks = marks
         self._nodes: list[Node | None] = []
-        self._free: list[int] = []  # a heap, of places below the length of `_nodes`
+        self._free: list[int] = []  # a heap, of numbers below the length of `_nodes`
 
     def __len__(self) -> int:
         return len(self._nodes) - len(self._free)
 
     def page(self, start: int, tenant: str | None = None, max_segments: int = MAX_SEGMENTS) -> SegmentPage:
-        """List segments by place. A page may be empty although further pages follow.
+        """List segments in the order of their numbers. A page may be empty although further pages follow.
 
         Args:
-            start: the place to begin at.
+            start: the number to begin at.
             tenant: the tenant whose segments are listed; None for all tenants.
             max_segments: at most `MAX_SEGMENTS` are listed.
 
         Complexity: O(`MAX_PASSED`).
         """
         nodes: list[Node] = []
-        place, end = start, min(start + MAX_PASSED, len(self._nodes))
+        number, end = start, min(start + MAX_PASSED, len(self._nodes))
         max_segments = min(max_segments, MAX_SEGMENTS)
-        while place < end and len(nodes) < max_segments:
-            node = self._nodes[place]
-            place += 1
+        while number < end and len(nodes) < max_segments:
+            node = self._nodes[number]
+            number += 1
             if node is not None and (tenant is None or node.owner.namespace.tenant == tenant):
                 nodes.append(node)
-        return self._page(nodes, place, len(nodes))
+        return self._page(nodes, number, len(nodes))
 
     def hottest(
         self, start: int, stride: int, tenant: str | None = None, max_segments: int = MAX_SEGMENTS
     ) -> SegmentPage:
-        """List the hottest segments among `MAX_COMPARED` places, and their ancestors in the tree.
+        """List the hottest segments among `MAX_COMPARED` numbers, and their ancestors in the tree.
 
         Args:
-            start: the place to begin at.
-            stride: distance between two places. In a large cache a distance above 1 lets a few calls sample all of it.
+            start: the number to begin at.
+            stride: distance between two numbers. In a large cache a distance above 1 lets a few calls sample all of it.
             tenant: the tenant whose segments are listed; None for all tenants.
             max_segments: at most `MAX_SEGMENTS` are listed.
 
         Returns:
             A page, unordered. A segment that is hot because many others continue it is listed as soon as one of these
-            is among the places.
+            is among those with these numbers.
 
         Complexity: O(`MAX_COMPARED` log `MAX_COMPARED`).
         """
@@ -96,17 +96,17 @@ class SegmentIndex(Listener):
         ]
         nodes.sort(key=_log_heat, reverse=True)
         max_segments = min(max_segments, MAX_SEGMENTS)
-        listed: dict[int, Node] = {}  # by place
+        listed: dict[int, Node] = {}  # by number
         for hot in nodes:
             node: Node | None = hot
-            while len(listed) < max_segments and node is not None and node.place not in listed and node.parent:
-                listed[node.place] = node
+            while len(listed) < max_segments and node is not None and node.segment_number not in listed and node.parent:
+                listed[node.segment_number] = node
                 node = node.parent
         return self._page(listed.values(), end, len(nodes))
 
-    def node_at(self, place: int) -> Node | None:
-        """Return the node that has a place; None if the place is free."""
-        return self._nodes[place] if 0 <= place < len(self._nodes) else None
+    def node_with(self, number: int) -> Node | None:
+        """Return the node that has a number; None if the number is free."""
+        return self._nodes[number] if 0 <= number < len(self._nodes) else None
 
     def page_of(self, nodes: Iterable[Node]) -> SegmentPage:
         """Return a page with the segments of these nodes."""
@@ -114,7 +114,7 @@ class SegmentIndex(Listener):
         return self._page(listed, len(self._nodes), len(listed))
 
     def tokens_by_adapter(self) -> Generator[None, None, Counter[str]]:
-        """Count the cached tokens of each adapter, by digest, in slices of `MAX_PASSED` places that end with a `yield`.
+        """Count the cached tokens of each adapter, by digest, in slices of `MAX_PASSED` numbers that end with `yield`.
 
         Nodes that change between slices may be counted twice or not at all.
         """
@@ -139,19 +139,19 @@ class SegmentIndex(Listener):
         return namespaces
 
     def slices(self) -> Iterator[list[Node]]:
-        """Iterate over all nodes, `MAX_PASSED` places at a time. Each slice reads the places when it is requested."""
+        """Iterate over all nodes, `MAX_PASSED` numbers at a time. Each slice reads the nodes when it is requested."""
         start = 0
         while start < len(self._nodes):
             yield [node for node in self._nodes[start : start + MAX_PASSED] if node is not None]
             start += MAX_PASSED
 
-    def _page(self, nodes: Iterable[Node], next_place: int, num_compared: int) -> SegmentPage:
+    def _page(self, nodes: Iterable[Node], next_start: int, num_compared: int) -> SegmentPage:
         now_s = self._clock()
-        num_places = len(self._nodes)
+        end_number = len(self._nodes)
         return SegmentPage(
             segments=tuple(_segment(node, self._namespace_of(node), now_s) for node in nodes),
-            next_place=next_place if next_place < num_places else None,
-            num_places=num_places,
+            next_start=next_start if next_start < end_number else None,
+            end_number=end_number,
             num_segments=len(self),
             num_compared=num_compared,
         )
@@ -162,52 +162,52 @@ class SegmentIndex(Listener):
         return node.owner.namespace._replace(adapter=invoked) if invoked else node.owner.namespace
 
     def inserted(self, leaf: Node, now_s: float) -> None:
-        """Assign a place to a new leaf."""
+        """Assign a number to a new leaf."""
         self._add(leaf)
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """Assign a place to the upper half."""
+        """Assign a number to the upper half."""
         self.cut(lower)
 
     def cut(self, lower: Node) -> None:
-        """Assign a place to the upper half."""
+        """Assign a number to the upper half."""
         upper = lower.parent
         assert upper is not None
         self._add(upper)
 
     def joined(self, uppers: list[Node], lower: Node) -> None:
-        """Free the places of the nodes that were joined into another."""
+        """Free the numbers of the nodes that were joined into another."""
         for upper in uppers:
             self._remove(upper)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
-        """Free the place of a leaf that is evicted as a whole."""
+        """Free the number of a leaf that is evicted as a whole."""
         if num_blocks == leaf.num_blocks:
             self._remove(leaf)
 
     def purged(self, node: Node) -> None:
-        """Free the place of a node."""
+        """Free the number of a node."""
         self._remove(node)
 
     def _add(self, node: Node) -> None:
         if self._free:
-            node.place = heapq.heappop(self._free)
-            self._nodes[node.place] = node
+            node.segment_number = heapq.heappop(self._free)
+            self._nodes[node.segment_number] = node
         else:
-            node.place = len(self._nodes)
+            node.segment_number = len(self._nodes)
             self._nodes.append(node)
 
     def _remove(self, node: Node) -> None:
-        """Free a node's place. Complexity: O(log free places)."""
-        self._nodes[node.place] = None
-        heapq.heappush(self._free, node.place)
-        node.place = NO_PLACE
+        """Free a node's number. Complexity: O(log free numbers)."""
+        self._nodes[node.segment_number] = None
+        heapq.heappush(self._free, node.segment_number)
+        node.segment_number = NO_NUMBER
         if len(self._free) == len(self._nodes):  # no nodes are left, so free the memory
             self._nodes = []
             self._free = []
 
     def check(self, nodes: Iterable[Node]) -> None:
-        """Compare the places with the nodes of the trees. Complexity: O(nodes).
+        """Compare the numbers with the nodes of the trees. Complexity: O(nodes).
 
         Raises:
             InvariantViolation: the message names the inconsistency.
@@ -215,9 +215,12 @@ class SegmentIndex(Listener):
         num_nodes = 0
         for node in nodes:
             num_nodes += 1
-            _require(0 <= node.place < len(self._nodes) and self._nodes[node.place] is node, "a node has no place")
-        _require(len(self) == num_nodes, "a place holds a node outside every tree")
-        _require(all(self._nodes[place] is None for place in self._free), "a place with a node is free")
+            _require(
+                0 <= node.segment_number < len(self._nodes) and self._nodes[node.segment_number] is node,
+                "a node has no number",
+            )
+        _require(len(self) == num_nodes, "a number belongs to a node outside every tree")
+        _require(all(self._nodes[number] is None for number in self._free), "the number of a node is free")
 
 
 def _log_heat(node: Node) -> float:
@@ -229,8 +232,8 @@ def _segment(node: Node, namespace: Namespace, now_s: float) -> Segment:
     parent, expiry = node.parent, node.expiry_entry
     idle_s = max(0.0, now_s - node.last_used_s)
     return Segment(
-        node.place,
-        None if parent is None or parent.place == NO_PLACE else parent.place,
+        node.segment_number,
+        None if parent is None or parent.segment_number == NO_NUMBER else parent.segment_number,
         namespace,
         node.start_bytes // TOKEN_BYTES,
         len(node.tokens) // TOKEN_BYTES,

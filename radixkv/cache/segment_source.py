@@ -36,11 +36,11 @@ class SegmentSource:
         self._list_stored = list_stored or _no_stores
 
     def page(self, start: int, tenant: str | None, max_segments: int) -> Future[SegmentPage]:
-        """List segments by place, from `start` on; see `SegmentIndex.page`."""
+        """List segments in the order of their numbers, from `start` on; see `SegmentIndex.page`."""
         return self._call(lambda: self._cache.segments.page(start, tenant, max_segments), tenant)
 
     def hottest(self, start: int, stride: int, tenant: str | None, max_segments: int) -> Future[SegmentPage]:
-        """List hot segments among every `stride`-th place; see `SegmentIndex.hottest`."""
+        """List hot segments among every `stride`-th number; see `SegmentIndex.hottest`."""
         return self._call(lambda: self._cache.segments.hottest(start, stride, tenant, max_segments), tenant)
 
     def of_session(self, tenant: str, session_id: str, max_segments: int) -> Future[SegmentPage]:

@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from radixkv.blocks import BlockIds
 from radixkv.cache.block_pool import BlockPool
-from radixkv.cache.part_memory import PartMemory
+from radixkv.cache.part_memory import PartMemory, PartShare
 from radixkv.cache.part_queue import PartQueue
-from radixkv.cache.part_share import PartShare
 from radixkv.errors import InvariantViolation, OutOfBlocks, require_invariant
 
 

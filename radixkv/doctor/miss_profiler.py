@@ -234,7 +234,7 @@ class MissProfiler:
         Args:
             tenant: the tenant that published them.
             tokens: little-endian uint32 bytes.
-            place: number of the segment; see `Node.place`.
+            place: number of the segment; see `Node.segment_number`.
         """
         with self._lock:
             if self._reserve_bytes(len(tokens)):

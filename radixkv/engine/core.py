@@ -318,10 +318,10 @@ class EngineCore:
         divergence = self.cache.divergence(namespace, tokens)
         return LookUp(tokens, cached_tokens, miss_reason, divergence, self.stats.token_s(namespace.tenant))
 
-    def branches_at(self, places: Sequence[int], tenant: str, session_id: str) -> Branches:
+    def branches_at(self, segment_numbers: Sequence[int], tenant: str, session_id: str) -> Branches:
         """Return the branches of a tenant that contain the segments with these numbers, for the profiler of misses."""
         start_s = time.thread_time()
-        branches = self.cache.branches_at(places, tenant, session_id, MAX_BRANCHES)
+        branches = self.cache.branches_at(segment_numbers, tenant, session_id, MAX_BRANCHES)
         return Branches(branches, self.stats.token_s(tenant), time.thread_time() - start_s)
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:

@@ -336,8 +336,8 @@ class Engine:
         assert statements is not None, "there are statements"
         return self._call_for(tenant, lambda: statements.days_in_memory(tenant))
 
-    def _branches_at(self, places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
-        return self._call(lambda: self._core.branches_at(places, tenant, session_id))
+    def _branches_at(self, segment_numbers: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
+        return self._call(lambda: self._core.branches_at(segment_numbers, tenant, session_id))
 
     def sessions(self, max_sessions: int, tenant: str | None = None) -> Future[list[SessionStats]]:
         """Return the sessions that were used most recently; see `StatsCollector.sessions`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
-from radixkv.cache.node import NO_PLACE, Node
+from radixkv.cache.node import NO_NUMBER, Node
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.doctor.miss_profiler import AdmittedPrompt, MissProfiler, is_miss
 from radixkv.engine.observer import Observer
@@ -92,5 +92,5 @@ class MissFeed(Observer, Listener):
 
     def _pass_segment(self, node: Node, start: int, end: int) -> None:
         tenant = node.owner.namespace.tenant
-        if node.place != NO_PLACE and tenant != PUBLIC_TENANT:
-            self._profiler.add_segment(tenant, node.tokens[max(0, start) : end], node.place)
+        if node.segment_number != NO_NUMBER and tenant != PUBLIC_TENANT:
+            self._profiler.add_segment(tenant, node.tokens[max(0, start) : end], node.segment_number)

@@ -145,7 +145,7 @@ class PublicPrefixRegistry:
             prefix.name,
             prefix.adapter,
             prefix.num_tokens,
-            self._public.num_blocks_of(prefix),
+            prefix.num_blocks,
             is_computed=prefix.lease is not None,
             num_users=prefix.num_users,
             num_uses=prefix.num_uses,

@@ -27,8 +27,8 @@ class Route:
         is_new_home: whether the replica computes a prefix that other replicas have, since they can't serve all requests
             for it.
         ticket: identifies the request in `finished`.
-        most_tokens: the largest number of prompt tokens that any replica is expected to have cached, except those that
-            were avoided.
+        max_hit_tokens: the largest number of prompt tokens that any replica is expected to have cached, except replicas
+            that were avoided.
         queue_tokens: tokens that the replica computes before this request, given the tenant's fair share.
     """
 
@@ -36,7 +36,7 @@ class Route:
     hits: Hits
     is_new_home: bool
     ticket: int
-    most_tokens: int = 0
+    max_hit_tokens: int = 0
     queue_tokens: int = 0
 
 
@@ -118,7 +118,7 @@ class Router:
         names = [name for name in self.view.names if name not in avoid]
         if not names:
             raise NoReplica("replicas: expected at least one that may get the request, got none")
-        candidates, prompt, most_tokens = self._match_replicas(blocks, names, namespace.tenant)
+        candidates, prompt, max_hit_tokens = self._match_replicas(blocks, names, namespace.tenant)
         choice = self._choose(prompt, candidates)
         name = names[choice.index]
         times = candidates[choice.index].times
@@ -127,7 +127,7 @@ class Router:
         self._demand.add(prompt.key, computed_tokens * times.compute_s)
         ticket = self.load.sent(name, computed_tokens, namespace.tenant)
         queue_tokens = int(candidates[choice.index].queue_tokens)
-        return Route(name, choice.hits, choice.is_new_home, ticket, most_tokens, queue_tokens)
+        return Route(name, choice.hits, choice.is_new_home, ticket, max_hit_tokens, queue_tokens)
 
     def remember(self) -> None:
         """Record the blocks of the last routed prompt. Call it after answering; calling it again does nothing."""
@@ -162,14 +162,14 @@ class Router:
                 break
         hits = self.view.match(blocks.hashes, names)
         hit_tokens = [sum(replica_hits) for replica_hits in hits]
-        most_tokens = max(hit_tokens, default=0)
+        max_hit_tokens = max(hit_tokens, default=0)
         prefix_key = 0
         if blocks.hashes:
-            num_matched_blocks = most_tokens // self.view.block_size
+            num_matched_blocks = max_hit_tokens // self.view.block_size
             prefix_key = blocks.hashes[max(0, num_matched_blocks - 1)]
         waits = self.load.waits(names, tenant, [blocks.num_tokens - cached_tokens for cached_tokens in hit_tokens])
         candidates = [
             Candidate(name, replica_hits, wait_tokens, recent_tokens, self._times(name))
             for name, replica_hits, (wait_tokens, recent_tokens) in zip(names, hits, waits, strict=True)
         ]
-        return candidates, RoutedPrompt(blocks.num_tokens, prefix_key, self._demand.of(prefix_key)), most_tokens
+        return candidates, RoutedPrompt(blocks.num_tokens, prefix_key, self._demand.of(prefix_key)), max_hit_tokens

@@ -63,14 +63,13 @@ class SingleFlight:
         self._first_blocks[request.namespace, tokens[: self._block_bytes]] += 1
         self._set_lead(request, tokens, max(request.computed_upto, request.found_tokens))
 
-    def follow(self, request: Request, cached_tokens: int, reusable_tokens: int | None = None) -> bool:
+    def follow(self, request: Request, cached_tokens: int, reusable_tokens: int) -> bool:
         """Make a request wait if a leader computes at least the request's next block, or all tokens that it has left.
 
         Args:
             request: neither running nor following.
             cached_tokens: tokens whose K/V are cached now.
             reusable_tokens: tokens that it could reuse now: fewer than `cached_tokens` if a state snapshot is missing.
-                None means all cached tokens.
 
         Returns:
             Whether it waits now.
@@ -95,7 +94,6 @@ class SingleFlight:
         if leader.state_lease is not None:
             snapshot_bytes = num_usable_bytes // self._block_bytes * self._block_bytes
             position = snapshot_bytes // TOKEN_BYTES
-            reusable_tokens = cached_tokens if reusable_tokens is None else reusable_tokens
             is_position_passed = position <= max(reusable_tokens, leader.computed_upto)
             if is_position_passed or not leader.state_lease.request_snapshot(position):
                 return False

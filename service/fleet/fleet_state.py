@@ -161,7 +161,7 @@ class FleetState:
         if route.is_new_home:
             return RoutingReason.NEW_HOME
         min_useful_tokens = self._weights.least_match_tokens
-        if route.most_tokens - route.hits.total >= min_useful_tokens:
+        if route.max_hit_tokens - route.hits.total >= min_useful_tokens:
             return RoutingReason.AWAY
         return RoutingReason.PREFIX if route.hits.total >= min_useful_tokens else RoutingReason.LOAD
 

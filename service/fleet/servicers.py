@@ -153,7 +153,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             address=routed.name,
             reason=routed.reason.value,
             cached_tokens=routed.route.hits.total,
-            most_cached_tokens=routed.route.most_tokens,
+            most_cached_tokens=routed.route.max_hit_tokens,
             queue_tokens=routed.route.queue_tokens,
             num_replicas=routed.num_replicas,
         )

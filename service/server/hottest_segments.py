@@ -51,15 +51,15 @@ class HottestSegments:
 
     def add(self, page: SegmentPage) -> None:
         """Add the result of the last call."""
-        if self._stride is None:  # the first result has the number of positions
+        if self._stride is None:  # the first result shows how many positions there are
             # The first call has compared `MAX_COMPARED` positions. The stride divides the others among the other calls.
-            num_further = page.num_places - MAX_COMPARED
+            num_further = page.end_number - MAX_COMPARED
             max_further_compared = (MAX_CALLS - 1) * MAX_COMPARED
             self._stride = max(1, -(-num_further // max_further_compared))  # rounded up
         self.num_compared += page.num_compared
         self.num_segments = page.num_segments
-        self._start = page.next_place
-        self._segments.update((segment.place, segment) for segment in page.segments)
+        self._start = page.next_start
+        self._segments.update((segment.number, segment) for segment in page.segments)
 
     def result(self) -> list[Segment]:
         """Return the hottest segments that were found, in descending order of heat, parents before their children."""

@@ -214,52 +214,52 @@ class TestBounds:
         assert branch.runs[0] is node.tokens
 
 
-def branches_of(published: Published, *places: int, tenant: str = "", **options: object) -> list[str]:
-    return [text_of(each.branch) for each in published.cache.branches_at(places, tenant, **options)]
+def branches_of(published: Published, *numbers: int, tenant: str = "", **options: object) -> list[str]:
+    return [text_of(each.branch) for each in published.cache.branches_at(numbers, tenant, **options)]
 
 
-def place_of(published: Published, text: str, namespace: Namespace = MODEL) -> int:
-    """Return the place of the node in which a published text ends."""
-    places = []
+def number_of(published: Published, text: str, namespace: Namespace = MODEL) -> int:
+    """Return the number of the node in which a published text ends."""
+    numbers = []
     for node in published.cache.nodes():
         end_bytes = node.start_bytes + len(node.tokens)
         if node.owner.namespace == namespace and end_bytes == len(text) * TOKEN_BYTES:
-            (found,) = published.cache.branches_at([node.place], namespace.tenant)
+            (found,) = published.cache.branches_at([node.segment_number], namespace.tenant)
             if text_of(found.branch, len(text)) == text:
-                places.append(node.place)
-    (place,) = places
-    return place
+                numbers.append(node.segment_number)
+    (number,) = numbers
+    return number
 
 
 def test_a_branch_through_a_node_begins_at_the_root_and_ends_in_the_latest_leaf() -> None:
     published = Published("abcdefgh", "abcdefghijkl", "abcdefghmnop", "wxyz")
-    shared = place_of(published, "abcdefgh")
+    shared = number_of(published, "abcdefgh")
     assert branches_of(published, shared) == ["abcdefghmnop"]
-    assert branches_of(published, place_of(published, "abcdefghijkl")) == ["abcdefghijkl"]
-    assert branches_of(published, place_of(published, "wxyz")) == ["wxyz"]
+    assert branches_of(published, number_of(published, "abcdefghijkl")) == ["abcdefghijkl"]
+    assert branches_of(published, number_of(published, "wxyz")) == ["wxyz"]
 
 
 def test_a_node_on_a_branch_that_is_already_returned_adds_no_branch() -> None:
     published = Published("abcdefgh", "abcdefghijkl", "abcdefghmnop")
-    shared, end = place_of(published, "abcdefgh"), place_of(published, "abcdefghijkl")
+    shared, end = number_of(published, "abcdefgh"), number_of(published, "abcdefghijkl")
     assert branches_of(published, end, shared, end) == ["abcdefghijkl"]
-    latest = place_of(published, "abcdefghmnop")
+    latest = number_of(published, "abcdefghmnop")
     assert branches_of(published, shared, latest, shared) == ["abcdefghmnop"]
     assert branches_of(published, shared, end, max_branches=1) == ["abcdefghmnop"]
 
 
-@pytest.mark.parametrize("place", [-1, 10**6])
-def test_a_place_without_a_node_has_no_branch(place: int) -> None:
+@pytest.mark.parametrize("number", [-1, 10**6])
+def test_a_number_without_a_node_has_no_branch(number: int) -> None:
     published = Published("abcdefgh")
-    assert branches_of(published, place) == []
+    assert branches_of(published, number) == []
 
 
 def test_places_of_other_tenants_are_left_out() -> None:
     published = Published("abcdefgh")
     published.publish("abcdefgh", OTHER)
-    places = [node.place for node in published.cache.nodes()]
+    numbers = [node.segment_number for node in published.cache.nodes()]
     for tenant, namespace in (("", MODEL), ("other", OTHER)):
-        found = published.cache.branches_at(places, tenant)
+        found = published.cache.branches_at(numbers, tenant)
         assert [each.namespace for each in found] == [namespace]
 
 
@@ -270,7 +270,7 @@ def test_the_latest_branches_of_a_session_come_first() -> None:
         with published.cache.lease(MODEL, spell(text), session_id="s") as lease:
             lease.commit(len(text))
     published.publish("abcd1234")  # so that the session does not own "abcd"
-    other = place_of(published, "zzzzyyyy")
+    other = number_of(published, "zzzzyyyy")
     found = published.cache.branches_at([other], "", "s")
     assert [text_of(each.branch) for each in found] == ["uvwxuvwx", "mnopqrst", "zzzzyyyy"]
     assert [each.session_id for each in found] == ["s", "s", ""]
@@ -282,5 +282,5 @@ def test_a_branch_is_named_after_the_session_of_its_end() -> None:
     published.clock.now_s += 1
     with published.cache.lease(MODEL, spell("abcdefghijkl"), session_id="s") as lease:
         lease.commit(12)
-    (found,) = published.cache.branches_at([place_of(published, "abcdefgh")], "")
+    (found,) = published.cache.branches_at([number_of(published, "abcdefgh")], "")
     assert (text_of(found.branch), found.session_id) == ("abcdefghijkl", "s")

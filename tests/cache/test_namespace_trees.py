@@ -9,7 +9,7 @@ PLAIN, SALTED, OTHER = Namespace("m", "acme"), Namespace("m", "acme", "", "salt"
 
 
 def trees_of(*namespaces: Namespace) -> NamespaceTrees:
-    trees = NamespaceTrees(block_size=4)
+    trees = NamespaceTrees(block_size=4, on_cut=lambda _: None)
     for namespace in namespaces:
         trees.create(namespace, TenantUsage(namespace.tenant, Quota()), NO_ROOT_PREFIX)
     return trees

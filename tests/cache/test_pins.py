@@ -9,7 +9,7 @@ import pytest
 
 from radixkv.api.awaits import Awaits
 from radixkv.api.retention import Retention
-from radixkv.cache import retained_nodes
+from radixkv.cache import namespace_trees
 from radixkv.cache.node import NUM_FOLLOWED_NODES, Node, path_to
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
@@ -202,7 +202,7 @@ def test_only_the_last_nodes_of_a_deep_path_are_followed() -> None:
 
 
 def test_a_path_of_very_many_nodes_is_not_split_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retained_nodes, "_MAX_CUT_NODES", 3)
+    monkeypatch.setattr(namespace_trees, "_MAX_CUT_NODES", 3)
     cache, _ = make_cache()
     text = "aaaabbbbccccddddeeeeffff"
     publish(cache, text)

@@ -341,7 +341,8 @@ def test_random_inserts_match_a_set_of_prefixes(block_size: int) -> None:
     [
         ("tokens", spell("Xfgh"), "not filed under its first block"),
         ("tokens", spell("efgh") + b"\0", "not whole tokens"),
-        ("block_ids", packed(1, 2), "blocks do not cover the run"),
+        ("block_ids", packed(1, 2), "the number of blocks is wrong"),
+        ("num_blocks", 2, "the number of blocks is wrong"),
         ("fingerprint", 5, "fingerprint is stale"),
         ("owner", make_tree(4).owner, "another tree"),
         ("parent", None, "no parent"),
@@ -353,6 +354,14 @@ def test_check_names_a_broken_node(field: str, value: object, message: str) -> N
     planter.insert("abcdEFGH")
     setattr(node_of(planter, "abcd/efgh"), field, value)
     with pytest.raises(InvariantViolation, match=message):
+        check_tree(planter.tree)
+
+
+def test_check_notices_blocks_that_do_not_cover_the_run() -> None:
+    planter = Planter()
+    planter.insert("abcdefgh")
+    node_of(planter, "abcdefgh").set_block_ids(packed(1, 2, 3))
+    with pytest.raises(InvariantViolation, match="blocks do not cover the run"):
         check_tree(planter.tree)
 
 

@@ -31,30 +31,30 @@ def list_segments(cache: PrefixCache, tenant: str | None = None) -> list[Segment
     while start is not None:
         page = cache.segments.page(start, tenant, 3)
         segments += page.segments
-        start = page.next_place
+        start = page.next_start
     return segments
 
 
 def test_an_empty_cache_has_one_empty_page(cache: PrefixCache) -> None:
     page = cache.segments.page(0)
-    assert (page.segments, page.next_place, page.num_segments) == ((), None, 0)
+    assert (page.segments, page.next_start, page.num_segments) == ((), None, 0)
 
 
 def test_a_segment_reports_its_position_and_its_size(cache: PrefixCache) -> None:
     publish(cache, "abcdefghij")
     publish(cache, "abcdefghXY")
-    first, tail, other = sorted(list_segments(cache), key=lambda segment: (segment.start_token, segment.place))
+    first, tail, other = sorted(list_segments(cache), key=lambda segment: (segment.start_token, segment.number))
     assert (first.start_token, first.num_tokens, first.num_blocks, first.num_children) == (0, 8, 2, 2)
-    assert first.parent_place is None
-    assert {tail.parent_place, other.parent_place} == {first.place}
+    assert first.parent_number is None
+    assert {tail.parent_number, other.parent_number} == {first.number}
     assert [(each.start_token, each.num_tokens, each.num_blocks) for each in (tail, other)] == [(8, 2, 1)] * 2
 
 
-def test_a_split_leaves_the_old_node_its_place(cache: PrefixCache) -> None:
+def test_a_split_leaves_the_old_node_its_number(cache: PrefixCache) -> None:
     publish(cache, "abcdefgh")
     (before,) = list_segments(cache)
     publish(cache, "abcdXYZ")
-    lower = next(segment for segment in list_segments(cache) if segment.place == before.place)
+    lower = next(segment for segment in list_segments(cache) if segment.number == before.number)
     assert (lower.start_token, lower.num_tokens) == (4, 4)
 
 
@@ -86,24 +86,24 @@ def test_a_tenant_is_listed_alone(cache: PrefixCache) -> None:
     assert len(list_segments(cache)) == 3
 
 
-def test_places_of_removed_nodes_are_assigned_again(cache: PrefixCache) -> None:
+def test_numbers_of_removed_nodes_are_assigned_again(cache: PrefixCache) -> None:
     for tenant in "abc":
         publish(cache, "abcd", Namespace("model", tenant))
     cache.purge(tenant="a")
     cache.purge(tenant="b")
-    assert [segment.place for segment in list_segments(cache)] == [2]
+    assert [segment.number for segment in list_segments(cache)] == [2]
     publish(cache, "efgh", Namespace("model", "d"))
-    assert sorted(segment.place for segment in list_segments(cache)) == [0, 2]
+    assert sorted(segment.number for segment in list_segments(cache)) == [0, 2]
     cache.purge()
-    assert cache.segments.page(0).num_places == 0
+    assert cache.segments.page(0).end_number == 0
 
 
-def test_a_page_passes_a_bounded_number_of_places(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_passes_a_bounded_number_of_segment_numbers(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_index, "MAX_PASSED", 2)
     for tenant in "aaabca":
         publish(cache, "abcd" if tenant != "c" else "xyz", Namespace("model", tenant))
     page = cache.segments.page(0, "c")
-    assert (page.segments, page.next_place) == ((), 2)
+    assert (page.segments, page.next_start) == ((), 2)
     assert [segment.num_tokens for segment in list_segments(cache, "c")] == [3]
 
 
@@ -116,9 +116,9 @@ def test_segments_that_stay_are_listed_once_whatever_happens_between_pages(cache
         start: int | None = 0
         while start is not None:
             page = cache.segments.page(start, None, 2)
-            places = {segment.place for segment in page.segments}
-            listed_nodes += [node for node in cache.nodes() if node.place in places]
-            start = page.next_place
+            numbers = {segment.number for segment in page.segments}
+            listed_nodes += [node for node in cache.nodes() if node.segment_number in numbers]
+            start = page.next_start
             publish(cache, "".join(rng.choices("ab", k=rng.randint(1, 24))))
             cache.evict(rng.randint(0, 3))
             cache.check()
@@ -142,28 +142,28 @@ def test_no_segment_is_hotter_than_its_parent(cache: PrefixCache, clock: FakeClo
     for _ in range(300):
         clock.now_s += rng.random() * 50
         publish(cache, "".join(rng.choices("ab", k=rng.randint(1, 24))))
-        segments = {segment.place: segment for segment in list_segments(cache)}
+        segments = {segment.number: segment for segment in list_segments(cache)}
         for segment in segments.values():
-            if segment.parent_place is not None:
-                assert segment.heat <= segments[segment.parent_place].heat
+            if segment.parent_number is not None:
+                assert segment.heat <= segments[segment.parent_number].heat
 
 
-def test_a_stride_skips_places_and_still_finds_the_parent(cache: PrefixCache) -> None:
+def test_a_stride_skips_numbers_and_still_finds_the_parent(cache: PrefixCache) -> None:
     publish(cache, "abcdefgh")
     for letter in "wxyz":
         publish(cache, f"abcd{letter * 4}")
     (parent,) = (segment for segment in list_segments(cache) if segment.start_token == 0)
-    page = cache.segments.hottest(parent.place + 1, 2)
+    page = cache.segments.hottest(parent.number + 1, 2)
     assert page.num_compared < 5
-    assert parent.place in {segment.place for segment in page.segments}
+    assert parent.number in {segment.number for segment in page.segments}
 
 
-def test_check_notices_a_lost_place(cache: PrefixCache) -> None:
+def test_check_notices_a_lost_number(cache: PrefixCache) -> None:
     publish(cache, "abcd")
     (node,) = cache.nodes()
-    node.place = 7
-    with pytest.raises(InvariantViolation, match="a node has no place"):
+    node.segment_number = 7
+    with pytest.raises(InvariantViolation, match="a node has no number"):
         cache.check()
-    node.place, node.start_bytes = 0, 4
+    node.segment_number, node.start_bytes = 0, 4
     with pytest.raises(InvariantViolation, match="does not begin where its parent ends"):
         cache.check()

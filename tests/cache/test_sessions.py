@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixkv.api.awaits import Awaits
-from radixkv.cache import retained_nodes
+from radixkv.cache import namespace_trees
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.namespace import Namespace
@@ -308,7 +308,7 @@ def test_what_a_session_waits_for_can_be_set_after_a_position(cache: PrefixCache
 
 
 def test_a_very_long_path_is_not_split_to_share_it(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retained_nodes, "_MAX_CUT_NODES", 1)
+    monkeypatch.setattr(namespace_trees, "_MAX_CUT_NODES", 1)
     publish(cache, "abcdefgh", "s")
     publish(cache, "abxy", "s")
     assert cache.share(MODEL, spell("abcdef")) == 2

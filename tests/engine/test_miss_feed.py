@@ -23,7 +23,7 @@ class Recorder(MissProfiler):
 
     Attributes:
         prompts: the admitted prompts.
-        segments: tenant, tokens and place of each segment.
+        segments: tenant, tokens and number of each segment.
         prefill_seconds: the duration of each step, as far as it was spent on prompts.
     """
 
@@ -36,8 +36,8 @@ class Recorder(MissProfiler):
     def add_prompt(self, prompt: AdmittedPrompt) -> None:
         self.prompts.append(prompt)
 
-    def add_segment(self, tenant: str, tokens: bytes, place: int) -> None:
-        self.segments.append((tenant, tokens, place))
+    def add_segment(self, tenant: str, tokens: bytes, number: int) -> None:
+        self.segments.append((tenant, tokens, number))
 
     def add_step(self, seconds: float) -> None:
         self.prefill_seconds.append(seconds)
@@ -53,12 +53,12 @@ class FeedBench:
         self.feed.cache = self.bench.cache
 
     def require_all_passed(self) -> None:
-        """Check that every cached token was passed with the place of the node that has it now."""
-        passed: dict[int, set[int]] = {}  # token ids by place
-        for _, segment_tokens, place in self.recorder.segments:
-            passed.setdefault(place, set()).update(np.frombuffer(segment_tokens, "<u4").tolist())
+        """Check that every cached token was passed with the number of the node that has it now."""
+        passed: dict[int, set[int]] = {}  # token ids by segment number
+        for _, segment_tokens, number in self.recorder.segments:
+            passed.setdefault(number, set()).update(np.frombuffer(segment_tokens, "<u4").tolist())
         for node in self.bench.cache.nodes():
-            assert set(np.frombuffer(node.tokens, "<u4").tolist()) <= passed[node.place]
+            assert set(np.frombuffer(node.tokens, "<u4").tolist()) <= passed[node.segment_number]
 
 
 @pytest.fixture
@@ -162,9 +162,9 @@ def profiler() -> Iterator[MissProfiler]:
 def start(profiler: MissProfiler, bench: Bench) -> None:
     """Start a profiler that looks up branches in the core of a bench."""
 
-    def find_branches(places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
+    def find_branches(numbers: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
         future: Future[Branches] = Future()
-        future.set_result(bench.core.branches_at(places, tenant, session_id))
+        future.set_result(bench.core.branches_at(numbers, tenant, session_id))
         return future
 
     profiler.start(find_branches)
@@ -193,7 +193,7 @@ def test_the_profiler_finds_how_prompts_differ_from_those_that_the_engine_has_ca
 
 
 def test_a_shared_passage_is_found_after_the_end_of_its_first_prompt_was_evicted(profiler: MissProfiler) -> None:
-    """The passage is the upper half of a node whose lower half, with the place of both, is evicted."""
+    """The passage is the upper half of a node whose lower half, with the number of both, is evicted."""
     feed = MissFeed(profiler)
     bench = Bench(num_blocks=400, observers=[feed], listeners=[feed])
     feed.cache = bench.cache

@@ -62,7 +62,7 @@ CACHE_MUTANTS = (
     Mutant("cache/pins.py", " and node.start_bytes >= start_bytes:", ":"),
     Mutant("cache/prefix_cache.py", "        self.sessions.record_use(node, None)\n", ""),
     Mutant("cache/prefix_cache.py", "        if node.awaits is Awaits.NOTHING:\n", "        if False:\n"),
-    Mutant("cache/prefix_cache.py", "node.place == NO_PLACE or not", "not"),
+    Mutant("cache/prefix_cache.py", "node.segment_number == NO_NUMBER or not", "not"),
     Mutant("cache/prefix_cache.py", "                if not refused_tokens:\n", "                if True:\n"),
     Mutant(
         "cache/prefix_cache.py", "        yield from self.sessions.expect_none_in_slices(tenant, adapter, salt)\n", ""
@@ -121,8 +121,8 @@ CACHE_MUTANTS = (
     Mutant("cache/lease.py", "self._known_node())", "self.node)"),
     Mutant("cache/radix_tree.py", "lower.fingerprint = top.fingerprint", "lower.fingerprint = 0"),
     Mutant("cache/radix_tree.py", "        lower.start_bytes += cut_bytes\n", ""),
-    Mutant("cache/retained_nodes.py", "if first_block == start or nodes:", "if first_block <= start or nodes:"),
-    Mutant("cache/retained_nodes.py", "            if end_block > end:\n                break\n", ""),
+    Mutant("cache/namespace_trees.py", "if first_block == start or nodes:", "if first_block <= start or nodes:"),
+    Mutant("cache/namespace_trees.py", "            if end_block > end:\n                break\n", ""),
     Mutant(
         "cache/evictor.py",
         "num_takeable = num_available_blocks - num_headroom_blocks",
@@ -181,7 +181,7 @@ CACHE_MUTANTS = (
     Mutant("invocation.py", "ids[self.start :] +=", "ids[self.start + 1 :] +="),
     Mutant("invocation.py", "number << _ID_BITS", "_ID_BITS << _ID_BITS"),
     Mutant("cache/purge.py", "// node.owner.block_size", "// node.owner.block_size + 1"),
-    Mutant("cache/purge.py", "node.place != NO_PLACE and ", ""),
+    Mutant("cache/purge.py", "node.segment_number != NO_NUMBER and ", ""),
     Mutant("scheduling/request.py", " + np.uint32(mark)", ""),
     Mutant("cache/public_prefixes.py", "- 1  # the last token is always computed", ""),
     Mutant("cache/public_prefixes.py", "state.tenants.quota_of(namespace.tenant).uses_public_prefixes:", ":"),
@@ -222,8 +222,8 @@ CACHE_MUTANTS = (
     Mutant("cache/prefix_cache.py", "        if num_copied_tokens:", "        if False:"),
     Mutant(
         "cache/lease.py",
-        "        state.pins.pin(insertion.node)\n        if previous_node is not None:\n            state.pins.unpin(previous_node)\n",
-        "        if previous_node is not None:\n",
+        "        state.pins.pin(insertion.node)\n        if previous_node is not None:\n",
+        "        if False:\n",
     ),
     Mutant("cache/lease.py", "        if not packed.startswith(insertion.known_block_ids):\n", "        if False:\n"),
     Mutant("cache/lease.py", "            node.retired_block_ids += insertion.replaced_block_ids\n", ""),
@@ -257,7 +257,7 @@ CACHE_MUTANTS = (
     Mutant("cache/evictor.py", "if leaf.is_evictable and leaf.priority <= DEFAULT_PRIORITY:", "if leaf.is_evictable:"),
     Mutant("cache/evictor.py", "if num_nodes <= MAX_PATH_NODES:", "if True:"),
     Mutant("cache/evictor.py", " and node.children is not None:\n", ":\n"),
-    Mutant("cache/evictor.py", '            node.block_ids = b""\n', ""),
+    Mutant("cache/evictor.py", '            node.set_block_ids(b"")\n', ""),
     Mutant("cache/purge.py", "leases.revoke(namespace.tenant, namespace.adapter, namespace.salt)", "pass"),
     Mutant(
         "cache/purge.py",
@@ -284,7 +284,7 @@ CACHE_MUTANTS = (
     ),
     Mutant("cache/retained_nodes.py", "        upper.has_expired = lower.has_expired\n", ""),
     Mutant("cache/retained_nodes.py", "        node.has_expired = False\n", ""),
-    Mutant("cache/prefix_cache.py", "        self._changes.cut(node)\n", ""),
+    Mutant("cache/namespace_trees.py", "        self._on_cut(node)\n", ""),
     Mutant(
         "cache/retained_nodes.py",
         "min(num_left_blocks, tenant_max_blocks - usage.num_retained_blocks)",
@@ -1324,7 +1324,7 @@ PART_MUTANTS = (
     Mutant("cache/part_queue.py", "- queued_at) / 2**level", "- queued_at)"),
     Mutant("cache/part_queue.py", "if used_at <= queued_at:", "if True:"),
     Mutant("cache/part_queue.py", "self._levels[level])[block_id]", "self._levels[0])[block_id]"),
-    Mutant("cache/part_share.py", "        self._move_bound(-max(0, ", "        self._move_bound(max(0, "),
+    Mutant("cache/part_memory.py", "        self._move_bound(-max(0, ", "        self._move_bound(max(0, "),
     Mutant("cache/part_memory.py", "num_parts - self.num_dedicated_parts) *", "num_parts) *"),
     Mutant(
         "cache/window_pool.py",
@@ -1670,7 +1670,7 @@ SERVICE_MUTANTS = (
     Mutant("service/server/receive/receiver.py", "calls = self._watches", "calls = self._endless"),
     Mutant("service/server/page/state_feed.py", "if self._clock() >=", "if self._state is None or self._clock() >="),
     Mutant("service/server/servicers/kv_sources.py", "            _require_address(address)\n", ""),
-    Mutant("service/server/servicers/segments.py", "self._segment_ids.of(segment.place)", "segment.place + 1"),
+    Mutant("service/server/servicers/segments.py", "self._segment_ids.of(segment.number)", "segment.number + 1"),
     Mutant("service/client/connection.py", 'merged["grpc.per_rpc_retry_buffer_size"] = _RETRY_BUFFER_BYTES', "pass"),
     Mutant("service/server/connections.py", "_shut(awaiting_close[fd], socket.SHUT_WR)", "pass"),
     Mutant("service/server/metrics_port.py", 'return path == "/healthz"', "return True"),

@@ -198,6 +198,7 @@ STATE_TESTS = (
     "tests/engine/test_recurrent_states.py",
 )
 PART_TESTS = (
+    "tests/cache/test_part_memory.py",
     "tests/cache/test_window_pool.py",
     "tests/cache/test_windowed_layers.py",
     "tests/offload/index/test_tier_index.py",

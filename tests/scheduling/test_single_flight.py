@@ -184,26 +184,26 @@ def test_followers_resume_as_far_as_their_leader_has_published() -> None:
     flights = SingleFlight(BLOCK_SIZE)
     leader, near, far = request(range(40)), request([*range(8), 99]), request([*range(30), 99])
     flights.lead(leader)
-    assert flights.follow(near, 0)
+    assert flights.follow(near, 0, 0)
     assert flights.record_published(leader, 4) == []
-    assert flights.follow(far, 4)
+    assert flights.follow(far, 4, 4)
     assert flights.record_published(leader, 8) == [near]
     assert flights.record_published(leader, 28) == []
     assert flights.record_published(leader, 32) == [far], "tokens 28 and 29 are published with their block"
     assert flights.leave(leader) == []
-    assert not flights.follow(near, 0)
+    assert not flights.follow(near, 0, 0)
 
 
 def test_a_leader_that_ends_frees_its_followers_but_not_one_that_ended_before() -> None:
     flights = SingleFlight(BLOCK_SIZE)
     leader, ended, waiting = request(range(40)), request([*range(8), 98]), request([*range(8), 99])
     flights.lead(leader)
-    assert flights.follow(ended, 0)
-    assert flights.follow(waiting, 0)
+    assert flights.follow(ended, 0, 0)
+    assert flights.follow(waiting, 0, 0)
     assert flights.leave(ended) == []
     assert flights.leave(leader) == [waiting]
     assert flights.leave(leader) == []
-    assert not flights.follow(waiting, 0)
+    assert not flights.follow(waiting, 0, 0)
 
 
 def test_one_of_two_leaders_of_a_prefix_may_leave_first() -> None:
@@ -212,7 +212,7 @@ def test_one_of_two_leaders_of_a_prefix_may_leave_first() -> None:
     flights.lead(first)
     flights.lead(second)
     assert flights.leave(second) == []
-    assert flights.follow(request(range(12)), 0)
+    assert flights.follow(request(range(12)), 0, 0)
     flights.leave(first)
 
 
@@ -224,10 +224,10 @@ def test_requests_follow_by_tokens_and_not_by_fingerprints(monkeypatch: pytest.M
     (fingerprint,) = flights._leaders
     monkeypatch.setattr(single_flight, "prefix_fingerprint", lambda *_: fingerprint)
     flights.lead(request(range(12), tenant="another"))
-    assert flights.follow(request([*range(8), 99]), 4)
-    assert not flights.follow(request([*range(4), *range(50, 62)]), 4)
-    assert not flights.follow(request(range(50, 62)), 4)
-    assert not flights.follow(request([*range(8), 99], tenant="another"), 4)
+    assert flights.follow(request([*range(8), 99]), 4, 4)
+    assert not flights.follow(request([*range(4), *range(50, 62)]), 4, 4)
+    assert not flights.follow(request(range(50, 62)), 4, 4)
+    assert not flights.follow(request([*range(8), 99], tenant="another"), 4, 4)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

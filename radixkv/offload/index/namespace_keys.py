@@ -87,13 +87,13 @@ class NamespaceKeys:
         Complexity: O(`MAX_PASSED`).
         """
         listed: list[StoredNamespace] = []
-        next_place = None
+        next_start = None
         for num_passed, place in enumerate(islice(self._by_place.irange(start), MAX_PASSED + 1)):
             if num_passed == MAX_PASSED or len(listed) == min(max_listed, MAX_LISTED):
-                next_place = place
+                next_start = place
                 break
             namespace = self._by_place[place]
             if tenant is None or namespace.tenant == tenant:
                 listed.append(StoredNamespace(namespace, len(self._keys[namespace])))
         # `num_compared` does not count all examined namespaces, since that would reveal other tenants.
-        return StoredPage(tuple(listed), next_place, len(listed), len(self._keys))
+        return StoredPage(tuple(listed), next_start, len(listed), len(self._keys))

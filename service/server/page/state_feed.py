@@ -121,8 +121,8 @@ class StateFeed:
     def _segment(self, segment: Segment) -> dict[str, Any]:
         namespace = segment.namespace
         return {
-            "id": segment.place,
-            "parent": segment.parent_place,
+            "id": segment.number,
+            "parent": segment.parent_number,
             "namespace": self._namespace_ids.of(namespace),
             "tenant": namespace.tenant,
             "adapter": namespace.adapter,

@@ -81,7 +81,7 @@ class SegmentLister:
                 response.segments.extend(map(self._segment_message, page.segments))
                 total = page.num_segments
             response.compared_segments += page.num_compared
-            position = page.next_place
+            position = page.next_start
             if tenant is None:
                 response.total_segments = total
             max_listed = page_size - len(response.segments) - len(response.stored)
@@ -116,8 +116,8 @@ class SegmentLister:
     def _segment_message(self, segment: Segment) -> cache_pb2.Segment:
         namespace = segment.namespace
         return cache_pb2.Segment(
-            segment_id=self._segment_ids.of(segment.place),
-            parent_id=self._segment_ids.of(segment.parent_place),
+            segment_id=self._segment_ids.of(segment.number),
+            parent_id=self._segment_ids.of(segment.parent_number),
             tenant=namespace.tenant,
             adapter=namespace.adapter,
             adapter_names=self._engine.adapters.names_of(namespace.adapter),

@@ -437,7 +437,7 @@ class Walk:
             self.events[type(error).__name__] += 1
             return
         self._verify_floors(floors)
-        assert (lease.cached_tokens, lease.root_prefix.num_tokens) == (num_reused, place.root_tokens)
+        assert (lease.cached_tokens, len(lease.root_prefix.tokens) // 4) == (num_reused, place.root_tokens)
         if lease.cached_tokens != place.cached_tokens:
             # The block that is shared in part is not reused, since the lease needs its memory: no other block is left.
             self.events["less within reach"] += place.cached_tokens - lease.cached_tokens > self.world.block_size

@@ -35,6 +35,7 @@ from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.single_flight import SingleFlight
 from radixkv.scheduling.step_budget import StepBudget
 from radixkv.scheduling.step_plan import Slice
+from radixkv.tokens import TOKEN_BYTES
 from tests.engine.simulation.simulated_model import SimulatedRunner
 
 BreakEngine = Callable[[pytest.MonkeyPatch], None]
@@ -393,7 +394,7 @@ def counts_public_tokens_as_own(patch: pytest.MonkeyPatch) -> None:
 
     def lease_without_public_tokens(cache: PrefixCache, *args: Any, **options: Any) -> Lease:
         lease = open_lease(cache, *args, **options)
-        lease.public_tokens -= lease.root_prefix.num_tokens
+        lease.public_tokens -= len(lease.root_prefix.tokens) // TOKEN_BYTES
         return lease
 
     patch.setattr(PrefixCache, "lease", lease_without_public_tokens)

@@ -15,6 +15,7 @@ from radixkv.engine.observer import Observer
 from radixkv.errors import CapacityError, OutOfBlocks, OutOfMemory, QuotaExceeded
 from radixkv.namespace import PUBLIC_TENANT
 from radixkv.scheduling.request import Outcome, Request
+from radixkv.tokens import TOKEN_BYTES
 from tests.engine.simulation.answer_oracle import RequestRecord
 from tests.engine.simulation.engine_events import World
 from tests.engine.simulation.public_oracle import PublicOracle
@@ -292,9 +293,8 @@ class EngineOracle(Observer):
             sum(node.num_blocks or self._cache.held.num_purged_blocks(node) for node in nodes)
             + sum(lease.block_ids.size for lease in held)
             + sum(
-                -(-(each.open_lease.num_tokens - each.open_lease.root_prefix.num_tokens) // self._world.block_size)
-                for each in holding_requests
-                if tenant in (None, each.tenant)
+                -(-(lease.num_tokens - len(lease.root_prefix.tokens) // TOKEN_BYTES) // self._world.block_size)
+                for lease in (each.open_lease for each in holding_requests if tenant in (None, each.tenant))
             )
         )
 

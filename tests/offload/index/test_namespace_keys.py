@@ -40,12 +40,12 @@ def test_pages_list_each_namespace_once_during_changes() -> None:
     assert first.namespaces == (StoredNamespace(ACME, 2), StoredNamespace(SALTED, 1))
     owned.remove(b"b")
     owned.add(b"b", SALTED)
-    assert first.next_place is not None
-    second = owned.page(first.next_place, None, 2)
+    assert first.next_start is not None
+    second = owned.page(first.next_start, None, 2)
     assert second.namespaces == (StoredNamespace(OTHER, 1), StoredNamespace(SALTED, 1)), (
         "SALTED was removed and added again, so it is the last one"
     )
-    assert (second.next_place, second.num_namespaces) == (None, 3)
+    assert (second.next_start, second.num_namespaces) == (None, 3)
 
 
 def test_a_page_of_a_tenant_passes_a_bounded_number_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,11 +55,11 @@ def test_a_page_of_a_tenant_passes_a_bounded_number_of_others(monkeypatch: pytes
     assert (page.namespaces, page.num_compared) == ((), 0), (
         "the namespaces that were passed belong to others, so their number is not reported"
     )
-    assert page.next_place is not None
-    assert owned.page(page.next_place, "other", 10).namespaces == (StoredNamespace(OTHER, 1),)
+    assert page.next_start is not None
+    assert owned.page(page.next_start, "other", 10).namespaces == (StoredNamespace(OTHER, 1),)
 
 
 def test_a_page_has_no_more_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespace_keys, "MAX_LISTED", 1)
     page = owned_of(a=ACME, d=OTHER).page(0, None, 10)
-    assert (len(page.namespaces), page.next_place) == (1, 1)
+    assert (len(page.namespaces), page.next_start) == (1, 1)

@@ -73,7 +73,7 @@ def test_a_prompt_is_routed_to_its_prefix_unless_the_queue_is_too_long() -> None
         # A prefix that only the first replica has is not worth waiting for either.
         only_first = fleet.state.route(RoutingRequest(tokens(500_000), "acme", avoid={other.name}))
         away = fleet.state.route(RoutingRequest(tokens(500_000), "acme"))
-        assert (only_first.name, away.name, away.reason, away.route.most_tokens) == (
+        assert (only_first.name, away.name, away.reason, away.route.max_hit_tokens) == (
             first.name,
             other.name,
             RoutingReason.AWAY,

@@ -52,12 +52,12 @@ def test_all_segments_are_compared_if_the_calls_suffice(cache, max_segments):
     search, num_calls = collect(cache, max_segments)
     page = cache.segments.page(0)
     assert search.num_compared == search.num_segments == len(cache.segments) == len(page.segments)
-    assert num_calls == math.ceil(page.num_places / MAX_COMPARED)
+    assert num_calls == math.ceil(page.end_number / MAX_COMPARED)
     hottest = search.result()
     heats = sorted((each.heat for each in page.segments), reverse=True)
     assert [each.heat for each in hottest] == heats[:max_segments]
-    places = {each.place for each in hottest}
-    assert all(each.parent_place is None or each.parent_place in places for each in hottest), "a parent is missing"
+    numbers = {each.number for each in hottest}
+    assert all(each.parent_number is None or each.parent_number in numbers for each in hottest), "a parent is missing"
 
 
 def test_a_sample_finds_a_segment_that_many_others_continue(monkeypatch):
@@ -66,7 +66,7 @@ def test_a_sample_finds_a_segment_that_many_others_continue(monkeypatch):
     monkeypatch.setattr(hottest_segments, "MAX_CALLS", 3)
     cache = PrefixCache(1024, 4)
     for number in range(100):
-        publish(cache, f"{number:04}")  # these take the first places, and are compared first
+        publish(cache, f"{number:04}")  # these take the first numbers, and are compared first
         publish(cache, f"same{number:04}")
     search, num_calls = collect(cache, 3)
     assert num_calls <= 3

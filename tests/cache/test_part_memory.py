@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from radixkv.cache.lease import Lease
-from radixkv.cache.part_memory import PartMemory
-from radixkv.cache.part_share import PartShare
+from radixkv.cache.part_memory import PartMemory, PartShare
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
 from radixkv.cache.window_pool import Reach, WindowPool, min_parts
@@ -123,3 +122,9 @@ def test_missed_parts_raise_the_bound_of_passed_parts_up_to_a_maximum() -> None:
     # 100 blocks of one byte and 10 parts of five bytes have 150 bytes. If every block had a part, parts would have five
     # sixths of them: 125 bytes, or 25 parts.
     assert share.max_parts == 25
+
+
+@pytest.mark.parametrize(("num_parts", "num_blocks"), [(0, 0), (10, 0), (11, 3), (12, 5), (13, 8)])
+def test_only_parts_without_memory_of_their_own_take_the_memory_of_blocks(num_parts: int, num_blocks: int) -> None:
+    assert PartMemory(part_bytes=5, block_bytes=2, num_dedicated_parts=10).num_blocks(num_parts) == num_blocks
+    assert PartMemory(part_bytes=5, block_bytes=0, num_dedicated_parts=10).num_blocks(num_parts) == 0
