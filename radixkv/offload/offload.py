@@ -38,10 +38,6 @@ _RETRY_PERIOD_S = 1.0
 _POLL_PERIOD_S = 0.05  # between two checks for finished saves while a listener is on
 
 
-def do_nothing() -> None:
-    """Do nothing, as the default of callbacks."""
-
-
 class Offload:
     """Saves evicted blocks to the tiers, and loads stored blocks for requests.
 
@@ -59,7 +55,7 @@ class Offload:
         record: records for the next process what the tier `disk` holds; None without a disk.
         clock: seconds, monotonic.
         on_close: called when all tiers have been closed.
-        closed: names of the tiers that could not be opened.
+        unopened: names of the tiers that could not be opened, for the statistics.
         wake: called on any thread, to wake the engine's thread.
 
     Attributes:
@@ -79,9 +75,9 @@ class Offload:
         choice: LoadOrCompute,
         record: DiskRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
-        on_close: Callable[[], None] = do_nothing,
-        closed: Sequence[str] = (),
-        wake: Callable[[], None] = do_nothing,
+        on_close: Callable[[], None] = lambda: None,
+        unopened: Sequence[str] = (),
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.index = offload_index
         self.tiers = {tier.name: tier for tier in tiers}
@@ -89,7 +85,7 @@ class Offload:
         self._clock = clock
         self._choice = choice
         self._on_close = on_close
-        self._closed = [stats_of_closed(name) for name in closed]
+        self._unopened = tuple(unopened)
         self._deleter = Deleter(offload_index, self.tiers, wake)
         self._saver = Saver(offload_index, self.tiers, self._deleter, mover, max_bytes, record)
         self._loader = Loader(cache, offload_index, self.tiers, mover, self._choice, clock, wake, max_bytes)
@@ -123,17 +119,7 @@ class Offload:
 
     def stats(self) -> list[TierStats]:
         """Return the statistics of the tiers, the fastest first, then those that could not be opened. Thread-safe."""
-        computed = self._loader.num_computed_blocks
-        dropped = self._saver.num_dropped_blocks
-        touched = self._touches.num_touched_blocks
-        rewritten = self._touches.num_rewritten_blocks
-        return [
-            *(
-                stats_of(tier, computed[name], dropped[name], touched[name], rewritten[name])
-                for name, tier in self.tiers.items()
-            ),
-            *self._closed,
-        ]
+        return [*map(self._stats_of, self.tiers.values()), *map(_stats_of_unopened, self._unopened)]
 
     def begin(self, request: Request) -> bool:
         """Start to load blocks for a new request. Returns whether the request must wait until `ready` returns it."""
@@ -319,44 +305,33 @@ class Offload:
         if self._disk_scan is not None:
             self._disk_scan.take()
 
-
-def stats_of(
-    tier: Tier,
-    num_computed_blocks: int,
-    num_dropped_blocks: int,
-    num_touched_blocks: int = 0,
-    num_rewritten_blocks: int = 0,
-) -> TierStats:
-    """Return the statistics of a tier. Any thread may call this.
-
-    Args:
-        tier: the tier.
-        num_computed_blocks, num_dropped_blocks, num_touched_blocks, num_rewritten_blocks: see `TierStats`.
-    """
-    size = tier.size()
-    counts = tier.counts()
-    refused = sum(counts.saved.get(outcome, 0) for outcome in (PutOutcome.NO_ROOM, PutOutcome.TOO_LARGE))
-    return TierStats(
-        tier=tier.name,
-        is_working=tier.is_working(),
-        blocks=size.num_objects,
-        used_bytes=size.used_bytes,
-        capacity_bytes=size.capacity_bytes,
-        loaded_blocks=counts.loaded,
-        loaded_bytes=counts.loaded_bytes,
-        load_s=counts.load_s,
-        missed_blocks=sum(counts.misses.values()),
-        computed_blocks=num_computed_blocks,
-        saved_blocks=counts.saved.get(PutOutcome.STORED, 0),
-        refused_blocks=counts.failed_saves + refused,
-        dropped_blocks=num_dropped_blocks,
-        evicted_blocks=counts.evicted,
-        touched_blocks=num_touched_blocks,
-        rewritten_blocks=num_rewritten_blocks,
-    )
+    def _stats_of(self, tier: Tier) -> TierStats:
+        """Return the statistics of a tier. Any thread may call this."""
+        name = tier.name
+        size = tier.size()
+        counts = tier.counts()
+        num_refused = sum(counts.saved.get(outcome, 0) for outcome in (PutOutcome.NO_ROOM, PutOutcome.TOO_LARGE))
+        return TierStats(
+            tier=name,
+            is_working=tier.is_working(),
+            blocks=size.num_objects,
+            used_bytes=size.used_bytes,
+            capacity_bytes=size.capacity_bytes,
+            loaded_blocks=counts.loaded,
+            loaded_bytes=counts.loaded_bytes,
+            load_s=counts.load_s,
+            missed_blocks=sum(counts.misses.values()),
+            computed_blocks=self._loader.num_computed_blocks[name],
+            saved_blocks=counts.saved.get(PutOutcome.STORED, 0),
+            refused_blocks=counts.failed_saves + num_refused,
+            dropped_blocks=self._saver.num_dropped_blocks[name],
+            evicted_blocks=counts.evicted,
+            touched_blocks=self._touches.num_touched_blocks[name],
+            rewritten_blocks=self._touches.num_rewritten_blocks[name],
+        )
 
 
-def stats_of_closed(name: str) -> TierStats:
+def _stats_of_unopened(name: str) -> TierStats:
     """Return the statistics of a tier that could not be opened."""
     return TierStats(
         tier=name,

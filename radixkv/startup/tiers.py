@@ -31,7 +31,7 @@ from radixkv.offload.disk_record import DiskRecord
 from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.offload.index.tier_index import SharedTierIndex, TierIndex, TierShares
 from radixkv.offload.load_or_compute import LoadOrCompute
-from radixkv.offload.offload import Offload, do_nothing
+from radixkv.offload.offload import Offload
 from radixkv.offload.pinned_memory import StagingSlots, map_pinned_memory, staging_stride
 from radixkv.offload.tiers.block_mac import BlockMac
 from radixkv.offload.tiers.block_object import Protection, max_object_bytes
@@ -78,7 +78,7 @@ class Stores:
 
     Attributes:
         backends: the opened backends by name.
-        closed: names of the stores that could not be opened.
+        unopened: names of the stores that could not be opened.
         keys: computes the keys of blocks.
         index: which tier holds which block; it listens to the cache.
         mover: copies blocks.
@@ -90,7 +90,7 @@ class Stores:
     """
 
     backends: dict[str, StoreBackend]
-    closed: tuple[str, ...]
+    unopened: tuple[str, ...]
     keys: BlockKeys
     index: OffloadIndex
     mover: BlockMover
@@ -101,7 +101,7 @@ class Stores:
     layer_bytes: LayerBytes
 
     def connect(
-        self, cache: PrefixCache, choice: LoadOrCompute | None = None, wake: Callable[[], None] = do_nothing
+        self, cache: PrefixCache, choice: LoadOrCompute | None = None, wake: Callable[[], None] = lambda: None
     ) -> tuple[Offload, TransferParts | None]:
         """Connect the tiers to the cache and the engine.
 
@@ -127,7 +127,7 @@ class Stores:
             choice or LoadOrCompute(cache.block_size),
             DiskRecord(disk, self.keys, rejected=tiers["disk"].rejected) if isinstance(disk, DiskStore) else None,
             on_close=timers.close,
-            closed=self.closed,
+            unopened=self.unopened,
             wake=wake,
         )
         if self.transfer is None:
@@ -230,14 +230,14 @@ def open_stores(
     mac = mac_of(config, block_format)
     protection = protection_of(config, mac)
     backends: dict[str, StoreBackend] = {}
-    closed: list[str] = []
+    unopened: list[str] = []
     map_host_memory = map_pinned_memory if is_on_gpu else map_memory
     for name, options in _stores_to_open(config, plugin_stores or {}, block_format, native, map_host_memory).items():
         try:
             backends[name] = open_backend(name, options)
         except StoreError as error:
             _log.error("tier %s is off: %s", name, error)
-            closed.append(name)
+            unopened.append(name)
     tier_indexes = [
         _make_tier_index(
             name, backend, block_format, config.known_blocks, shares_of, retained_share, storage.num_blocks, ledger
@@ -248,7 +248,7 @@ def open_stores(
     offload_index = OffloadIndex(tier_indexes, key_blocks, storage.block_size, part_of or (lambda block_id: None))
     layer_bytes = LayerBytes.of(storage.pools[0])  # used by transfers only, which require a single pool
     return Stores(
-        backends, tuple(closed), keys, offload_index, mover, waiting_bytes, protection, mac, transfer, layer_bytes
+        backends, tuple(unopened), keys, offload_index, mover, waiting_bytes, protection, mac, transfer, layer_bytes
     )
 
 
