@@ -18,7 +18,7 @@ from radixkv.offload.block_keys import BlockKeys
 from radixkv.offload.copies import BlockCopier
 from radixkv.offload.deleter import Deleter
 from radixkv.offload.disk_record import DiskRecord
-from radixkv.offload.index.offload_index import OffloadIndex, grant_stored
+from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.offload.load_or_compute import LoadOrCompute
 from radixkv.offload.loader import Loader
 from radixkv.offload.lookups import Lookups
@@ -157,19 +157,9 @@ class Offload:
         return max(0, (first_block + len(run)) * self._cache.block_size - cached_tokens) if run else 0
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention, on_device: Grant) -> Grant:
-        """Set the retention priority of the stored blocks of a prompt. Shared stores have no priorities.
-
-        Args:
-            namespace, tokens: the prompt, as the cache stores it.
-            retention: the priority and its range.
-            on_device: the grant of the cache.
-
-        Returns:
-            The total grant, on the device and in the tiers.
-        """
+        """Set the retention priority of the stored blocks of a prompt; see `OffloadIndex.retain`."""
         self._poll()
-        now_s = self._clock()
-        return grant_stored(self.index, self._cache.block_size, namespace, tokens, retention, on_device, now_s)
+        return self.index.retain(namespace, tokens, retention, on_device, self._clock())
 
     def stored(self, name: str, start: int, tenant: str | None, max_listed: int) -> StoredPage:
         """List the namespaces that have blocks in a tier; see `TierIndex.page`.
