@@ -11,7 +11,7 @@ from typing import NamedTuple
 from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.offload.index.prompt_blocks import KeyedBlock
 from radixkv.offload.load_or_compute import LoadOrCompute
-from radixkv.offload.purge import SharedPurger
+from radixkv.offload.purge import Purger
 from radixkv.offload.tiers.tier import Tier
 from radixkv.scheduling.request import Request
 
@@ -47,7 +47,7 @@ class Lookups:
         self,
         offload_index: OffloadIndex,
         tiers: Mapping[str, Tier],
-        purger: SharedPurger,
+        purger: Purger,
         choice: LoadOrCompute,
         clock: Callable[[], float],
         wake: Callable[[], None],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 from radixkv.api.retention import Grant, Retention
@@ -22,7 +23,7 @@ from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.offload.load_or_compute import LoadOrCompute
 from radixkv.offload.loader import Loader
 from radixkv.offload.lookups import Lookups
-from radixkv.offload.purge import Deletion, LocalPurger, SharedPurger, failed_deletion
+from radixkv.offload.purge import Deletion, Purger
 from radixkv.offload.restart import DiskScan, ShutdownSave
 from radixkv.offload.saver import EvictedCopies, Saver
 from radixkv.offload.tiers.block_store import PutOutcome
@@ -61,7 +62,7 @@ class Offload:
     Attributes:
         index: see `offload_index`.
         tiers: see above, by name.
-        purger: purges the shared stores.
+        purger: purges namespaces from the tiers.
     """
 
     def __init__(
@@ -90,8 +91,7 @@ class Offload:
         self._saver = Saver(offload_index, self.tiers, self._deleter, mover, max_bytes, record)
         self._loader = Loader(cache, offload_index, self.tiers, mover, self._choice, clock, wake, max_bytes)
         shared = {name: tier for name, tier in self.tiers.items() if offload_index.tiers[name].is_shared}
-        self.purger = SharedPurger(shared, keys, wake)
-        self._local_purger = LocalPurger(offload_index, self._saver, self._deleter, keys)
+        self.purger = Purger(offload_index, self.tiers, self._saver, self._deleter, keys, wake)
         self._lookups = Lookups(offload_index, shared, self.purger, choice, clock, wake, cache.block_size)
         self._touches = Touches(offload_index, shared, clock, wake)
         self._copies: EvictedCopies | None = None  # not passed to the tiers yet
@@ -243,11 +243,12 @@ class Offload:
         """
         self._take_scanned()
         self._loader.forget(tenant, adapter, salt)
-        deletions = self._local_purger.purge(tenant, adapter, salt)
-        purges = self.purger.purge(tenant, adapter, salt)
+        deletions = self.purger.purge(tenant, adapter, salt)
         if self._disk_scan is not None and self._disk_scan.has_failed:
-            deletions.append(Deletion("disk", failed_deletion()))
-        return deletions + [Deletion(name, purged) for name, purged in purges.items()]
+            has_failed: Future[int | None] = Future()
+            has_failed.set_result(None)
+            deletions.append(Deletion("disk", has_failed))
+        return deletions
 
     def close(self) -> None:
         """Save the blocks on the device to the disk and finish deletions, in at most 10 s, then close the tiers."""
