@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -22,7 +21,6 @@ from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.engine.transfer.transfer import TransferParts
 from radixkv.errors import ConfigError, StoreError, UnsupportedModel
 from radixkv.invocation import InvocationMarks
-from radixkv.kernels.native.copies import NativeCopies
 from radixkv.model.on_cpu import native_copies
 from radixkv.offload.block_keys import BlockFormat, BlockKeys, PromptKeys
 from radixkv.offload.block_mover import BlockMover, GpuCopies, payload_sizes
@@ -34,12 +32,12 @@ from radixkv.offload.load_or_compute import LoadOrCompute
 from radixkv.offload.offload import Offload
 from radixkv.offload.pinned_memory import StagingSlots, map_pinned_memory, staging_stride
 from radixkv.offload.tiers.block_mac import BlockMac
-from radixkv.offload.tiers.block_object import Protection, max_object_bytes
+from radixkv.offload.tiers.block_object import Protection
 from radixkv.offload.tiers.block_store import StoreBackend
 from radixkv.offload.tiers.disk import DiskStore
-from radixkv.offload.tiers.guard import CircuitBreaker, CircuitState, GuardedStore, TimerThread
+from radixkv.offload.tiers.guard import GuardedStore, TimerThread
 from radixkv.offload.tiers.host import map_memory
-from radixkv.offload.tiers.open_store import StoreOptions, open_backend
+from radixkv.offload.tiers.open_store import configured_stores, open_backend
 from radixkv.offload.tiers.threaded_store import ThreadedStore
 from radixkv.offload.tiers.tier import Tier
 from radixkv.startup.tier_secrets import has_protection, mac_of, protection_of, secret_of, unprotected
@@ -148,8 +146,7 @@ class Stores:
     def _make_tier(self, name: str, backend: StoreBackend, timers: TimerThread) -> Tier:
         """Put a time limit, a circuit breaker and verification around a store."""
         is_shared = self.index.tiers[name].is_shared
-        circuit = CircuitBreaker(timers.now_s, is_known=not is_shared)
-        store = GuardedStore(name, ThreadedStore(backend, name=name), timers, circuit)
+        store = GuardedStore(name, ThreadedStore(backend, name=name), timers, is_known=not is_shared)
         if is_shared:
             store.probe()
         is_host = name == "host"  # only this process reads this tier, and a GPU copies its payloads without staging
@@ -157,7 +154,7 @@ class Stores:
             name,
             store,
             self.mover.sizes,
-            partial(_is_working, circuit),
+            store.is_working,
             unprotected if is_host else self.protection_of,
             stage=_do_not_stage if is_host else self.mover.stage,
             is_shared=is_shared,
@@ -232,7 +229,11 @@ def open_stores(
     backends: dict[str, StoreBackend] = {}
     unopened: list[str] = []
     map_host_memory = map_pinned_memory if is_on_gpu else map_memory
-    for name, options in _stores_to_open(config, plugin_stores or {}, block_format, native, map_host_memory).items():
+    must_be_private = not (has_protection(config) or config.trusted)
+    configured = configured_stores(
+        config, plugin_stores or {}, block_format, native, map_host_memory, must_be_private=must_be_private
+    )
+    for name, options in configured.items():
         try:
             backends[name] = open_backend(name, options)
         except StoreError as error:
@@ -250,38 +251,6 @@ def open_stores(
     return Stores(
         backends, tuple(unopened), keys, offload_index, mover, waiting_bytes, protection, mac, transfer, layer_bytes
     )
-
-
-def _stores_to_open(
-    config: TiersConfig,
-    plugin_stores: Mapping[str, StoreConfig],
-    block_format: BlockFormat,
-    native: NativeCopies | None,
-    map_host_memory: Callable[[int], memoryview],
-) -> dict[str, StoreOptions]:
-    """Return the options of the configured stores, the fastest first."""
-    num_bytes = max_object_bytes(block_format.block_size, block_format.payload_bytes)
-    options: dict[str, StoreOptions] = {}
-    if config.host_bytes is not None:
-        options["host"] = StoreOptions(
-            block_format, num_bytes, config.host_bytes, native=native, map_memory=map_host_memory
-        )
-    if config.disk_path is not None:
-        options["disk"] = StoreOptions(
-            block_format,
-            num_bytes,
-            config.disk_bytes,
-            config.disk_path,
-            native,
-            must_be_private=not (has_protection(config) or config.trusted),
-        )
-    if config.redis_url is not None:
-        options["redis"] = StoreOptions(block_format, num_bytes, place=config.redis_url)
-    if config.mooncake_master is not None:
-        options["mooncake"] = StoreOptions(block_format, num_bytes, config.mooncake_bytes, config.mooncake_master)
-    for name, store in plugin_stores.items():
-        options[name] = StoreOptions(block_format, num_bytes, store.max_bytes, store.place)
-    return options
 
 
 def _allocate_gpu_copies(storage: KVStorage, waiting_bytes: int) -> GpuCopies:
@@ -322,10 +291,6 @@ def tier_shares(
         )
 
     return shares_of
-
-
-def _is_working(circuit: CircuitBreaker) -> bool:
-    return circuit.state is CircuitState.CLOSED
 
 
 def _make_tier_index(
