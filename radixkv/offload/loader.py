@@ -205,11 +205,11 @@ class Loader:
 
     def _choose(self, first_block: int, run: Sequence[StoredBlock]) -> Sequence[StoredBlock]:
         """Return the first blocks of a run, as many as can be loaded faster than they can be computed."""
-        decision = self._choice.choose(first_block * self._cache.block_size, [each.tier for each in run])
-        self.num_computed_blocks.update(each.tier for each in run[decision.num_blocks :])
-        if not decision.num_blocks:
+        num_blocks = self._choice.choose(first_block * self._cache.block_size, [each.tier for each in run])
+        self.num_computed_blocks.update(each.tier for each in run[num_blocks:])
+        if not num_blocks:
             self._choice.shrink_estimates({each.tier for each in run})
-        return run[: decision.num_blocks]
+        return run[:num_blocks]
 
     def find(self, namespace: Namespace, tokens: bytes, first_block: int) -> tuple[int, Sequence[StoredBlock]]:
         """Find the stored blocks that follow those on the device and from which a request can continue.
