@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,9 @@ class TierOptions:
         _require_types(options)
         return cls(tiers, **options)
 
-    @property
-    def shares_of(self) -> Callable[[str], TierShares]:
-        """A function that returns the shares of a tenant."""
-        return lambda tenant: self.tenants.get(tenant, self.other_tenants)
+    def shares_of(self, tenant: str) -> TierShares:
+        """Return the shares of a tenant."""
+        return self.tenants.get(tenant, self.other_tenants)
 
 
 def _table(path: str, values: object) -> list[tuple[str, Any]]:
