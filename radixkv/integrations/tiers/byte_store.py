@@ -7,10 +7,10 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +63,8 @@ def keyed_value(keys: BlockKeys, namespace: Namespace, name: bytes, layout: str 
     return KeyedBlock(keys.child(root, name), root, identity, namespace)
 
 
-class _OpenTier(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _OpenTier:
     """A tier, the index of what it holds, and, for the disk, the record of its namespaces and its eviction order."""
 
     tier: Tier
