@@ -280,8 +280,7 @@ def tier_shares(
         num_blocks: blocks of the pool.
     """
 
-    def shares_of(tenant: str) -> TierShares:
-        quota = quotas.get(tenant, default_quota)
+    def shares_of(quota: Quota | None) -> TierShares:
         if quota is None:
             return TierShares()
         return TierShares(
@@ -290,7 +289,9 @@ def tier_shares(
             retained=1.0 if quota.max_retained_blocks is None else quota.max_retained_blocks / num_blocks,
         )
 
-    return shares_of
+    shares = {tenant: shares_of(quota) for tenant, quota in quotas.items()}
+    default_shares = shares_of(default_quota)
+    return lambda tenant: shares.get(tenant, default_shares)
 
 
 def _make_tier_index(
