@@ -52,7 +52,7 @@ class Offload:
         max_bytes: bound of the copies that wait to be stored; see `Saver`. Also the bound of the blocks that are being
             loaded, or are loaded and wait for requests; see `Loader`.
         keys: computes the keys of blocks.
-        choice: decides between loading and computing.
+        load_or_compute: decides between loading and computing.
         record: records for the next process what the tier `disk` holds; None without a disk.
         clock: seconds, monotonic.
         on_close: called when all tiers have been closed.
@@ -73,7 +73,7 @@ class Offload:
         mover: BlockCopier,
         max_bytes: int,
         keys: BlockKeys,
-        choice: LoadOrCompute,
+        load_or_compute: LoadOrCompute,
         record: DiskRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
@@ -84,15 +84,15 @@ class Offload:
         self.tiers = {tier.name: tier for tier in tiers}
         self._cache = cache
         self._clock = clock
-        self._choice = choice
+        self._load_or_compute = load_or_compute
         self._on_close = on_close
         self._unopened = tuple(unopened)
         self._deleter = Deleter(offload_index, self.tiers, wake)
         self._saver = Saver(offload_index, self.tiers, self._deleter, mover, max_bytes, record)
-        self._loader = Loader(cache, offload_index, self.tiers, mover, self._choice, clock, wake, max_bytes)
+        self._loader = Loader(cache, offload_index, self.tiers, mover, self._load_or_compute, clock, wake, max_bytes)
         shared = {name: tier for name, tier in self.tiers.items() if offload_index.tiers[name].is_shared}
         self.purger = Purger(offload_index, self.tiers, self._saver, self._deleter, keys, wake)
-        self._lookups = Lookups(offload_index, shared, self.purger, choice, clock, wake, cache.block_size)
+        self._lookups = Lookups(offload_index, shared, self.purger, load_or_compute, clock, wake, cache.block_size)
         self._touches = Touches(offload_index, shared, clock, wake)
         self._copies: EvictedCopies | None = None  # not passed to the tiers yet
         self._next_retry_s = clock()
@@ -230,7 +230,7 @@ class Offload:
 
     def note_step(self, seconds: float, slices: Sequence[Slice]) -> None:
         """Record how long a step took."""
-        self._choice.note_step(seconds, [(each.start, each.end) for each in slices])
+        self._load_or_compute.note_step(seconds, [(each.start, each.end) for each in slices])
 
     def wait_for_scan(self) -> Iterator[None]:
         """Yield until the disk is scanned."""

@@ -99,13 +99,13 @@ class Stores:
     layer_bytes: LayerBytes
 
     def connect(
-        self, cache: PrefixCache, choice: LoadOrCompute | None = None, wake: Callable[[], None] = lambda: None
+        self, cache: PrefixCache, load_or_compute: LoadOrCompute | None = None, wake: Callable[[], None] = lambda: None
     ) -> tuple[Offload, TransferParts | None]:
         """Connect the tiers to the cache and the engine.
 
         Args:
             cache: the radix trees, to which the index listens.
-            choice: decides between loading and computing; None to decide by measured times.
+            load_or_compute: decides between loading and computing; None to decide by measured times.
             wake: wakes the engine's thread.
 
         Returns:
@@ -122,7 +122,7 @@ class Stores:
             self.mover,
             self.max_waiting_bytes,
             self.keys,
-            choice or LoadOrCompute(cache.block_size),
+            load_or_compute or LoadOrCompute(cache.block_size),
             DiskRecord(disk, self.keys, rejected=tiers["disk"].rejected) if isinstance(disk, DiskStore) else None,
             on_close=timers.close,
             unopened=self.unopened,
