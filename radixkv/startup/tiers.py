@@ -23,14 +23,13 @@ from radixkv.errors import ConfigError, StoreError, UnsupportedModel
 from radixkv.invocation import InvocationMarks
 from radixkv.model.on_cpu import native_copies
 from radixkv.offload.block_keys import BlockFormat, BlockKeys, PromptKeys
-from radixkv.offload.block_mover import BlockMover, GpuCopies, payload_sizes
-from radixkv.offload.device_copies import CopyStream
+from radixkv.offload.block_mover import BlockMover, payload_sizes
 from radixkv.offload.disk_record import DiskRecord
+from radixkv.offload.gpu_copies import CopyStream, GpuCopies, StagingSlots, map_pinned_memory, staging_stride
 from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.offload.index.tier_index import SharedTierIndex, TierIndex, TierShares
 from radixkv.offload.load_or_compute import LoadOrCompute
 from radixkv.offload.offload import Offload
-from radixkv.offload.pinned_memory import StagingSlots, map_pinned_memory, staging_stride
 from radixkv.offload.tiers.block_mac import BlockMac
 from radixkv.offload.tiers.block_object import Protection
 from radixkv.offload.tiers.block_store import StoreBackend
