@@ -1,4 +1,4 @@
-"""Opens backends by name: those of radixkv, and those of installed packages."""
+"""Opens backends by name: those of radixkv, and those of installed packages. Lists the stores that are configured."""
 
 from __future__ import annotations
 
