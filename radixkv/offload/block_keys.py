@@ -179,8 +179,8 @@ class BlockKeys:
 
 def _joined(*fields: str) -> bytes:
     """Join fields unambiguously: different lists of fields give different bytes."""
-    encoded = (field.encode("utf-8", "surrogatepass") for field in fields)
-    return b"".join(len(field).to_bytes(8, "little") + field for field in encoded)
+    encoded = [field.encode("utf-8", "surrogatepass") for field in fields]
+    return b"".join([len(field).to_bytes(8, "little") + field for field in encoded])
 
 
 class PromptKeys:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,20 +13,7 @@ import torch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.offload.copies import CompleteCopy, Copy, ReadBlocks
-from radixkv.offload.device_copies import CopyStream
-from radixkv.offload.pinned_memory import StagingSlots
-
-
-class GpuCopies(NamedTuple):
-    """The stream and the memory with which a `BlockMover` copies blocks of a GPU.
-
-    Attributes:
-        stream: copies in order with the steps.
-        slots: pinned memory for payloads, of `BlockMover.payload_bytes` each.
-    """
-
-    stream: CopyStream
-    slots: StagingSlots
+from radixkv.offload.gpu_copies import GpuCopies
 
 
 class BlockMover:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,66 +21,10 @@ from radixkv.offload.tiers.disk import DiskStore
 from radixkv.offload.tiers.rejected_blocks import RejectedBlocks
 
 _log = logging.getLogger(__name__)
+# A line of the file of priorities. `ends_s` is a Unix time.
 _PRIORITY_LINE = np.dtype([("key", f"V{KEY_BYTES}"), ("ends_s", "<f8"), ("priority", "u1"), ("unused", "V7")])
 _NEVER = float("inf")
-_PRIORITIES = "priorities"
 _MIN_UNUSED_NAMESPACES = 1024
-
-
-class StoredPriority(NamedTuple):
-    """Retention priority of a block.
-
-    Attributes:
-        key: key of the block.
-        priority: 0 to 255, as read from the file and not validated.
-        ends_s: when it expires, in seconds since 1970; None for never.
-    """
-
-    key: bytes
-    priority: int
-    ends_s: float | None
-
-
-class PriorityFile:
-    """A file with a line of 48 bytes for each block that has a priority.
-
-    It exists only between a clean shutdown and the next start. A process reads and deletes it at its start, since
-    priorities that are set later would make it outdated if the process is killed.
-
-    Args:
-        path: path of the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, priorities: Iterable[StoredPriority]) -> None:
-        """Write the file atomically and durably.
-
-        Raises:
-            OSError: a write failed.
-        """
-        rows = [(key, _NEVER if ends_s is None else ends_s, priority, b"") for key, priority, ends_s in priorities]
-        replace_file(self._path, np.array(rows, _PRIORITY_LINE).tobytes())
-
-    def take(self) -> list[StoredPriority]:
-        """Read the file and delete it. Returns an empty list if it does not exist or is invalid.
-
-        Raises:
-            OSError: it can't be read or deleted.
-        """
-        try:
-            data = self._path.read_bytes()
-        except FileNotFoundError:
-            return []
-        self._path.unlink()
-        if len(data) % _PRIORITY_LINE.itemsize:
-            _log.warning("%s: expected whole lines, got %d bytes", self._path, len(data))
-            return []
-        lines = np.frombuffer(data, _PRIORITY_LINE)
-        columns = (lines[name].tolist() for name in ("key", "priority", "ends_s"))
-        rows = zip(*columns, strict=True)
-        return [StoredPriority(key, priority, None if ends_s == _NEVER else ends_s) for key, priority, ends_s in rows]
 
 
 class FoundOnDisk(NamedTuple):
@@ -98,6 +41,10 @@ class FoundOnDisk(NamedTuple):
 
 class DiskRecord:
     """Records the namespaces, the eviction order and the priorities of the blocks on the disk, and reads them back.
+
+    The priorities are in a file with a line of 48 bytes for each block that has one. The file exists only between a
+    clean shutdown and the next start: a process reads and deletes it at its start, since priorities that are set later
+    would make it outdated if the process is killed.
 
     Args:
         disk: the store.
@@ -117,7 +64,7 @@ class DiskRecord:
     ) -> None:
         self._rejected = rejected
         self._disk = disk
-        self._priority_file = PriorityFile(disk.path / _PRIORITIES)
+        self._priority_path = disk.path / "priorities"
         self._keys = keys
         self._clock = clock
         self._unix_time = unix_time
@@ -146,10 +93,12 @@ class DiskRecord:
     def persist_priorities(self, hints: Sequence[tuple[bytes, RetentionHint]]) -> None:
         """Write the priorities of blocks, in eviction order. If the write fails, logs an error, and they are lost."""
         clock_start_s = self._unix_time() - self._clock()
-        ends_s = [None if hint.expires_s is None else clock_start_s + hint.expires_s for _, hint in hints]
-        rows = zip(hints, ends_s, strict=True)
+        rows = [
+            (key, _NEVER if hint.expires_s is None else clock_start_s + hint.expires_s, hint.priority, b"")
+            for key, hint in hints
+        ]
         try:
-            self._priority_file.write(StoredPriority(key, hint.priority, end_s) for (key, hint), end_s in rows)
+            replace_file(self._priority_path, np.array(rows, _PRIORITY_LINE).tobytes())
         except OSError as error:
             _log.error("tier disk: writing %d priorities failed: %s", len(hints), error)
 
@@ -182,17 +131,25 @@ class DiskRecord:
         return FoundOnDisk(blocks, self._take_hints())
 
     def _take_hints(self) -> list[tuple[bytes, RetentionHint]]:
-        """Read the priorities that have not expired, and delete their file."""
-        clock_start_s = self._unix_time() - self._clock()
-        now_s = self._clock()
+        """Read the priorities that have not expired, and delete their file. A truncated file counts as none."""
         try:
-            stored_priorities = self._priority_file.take()
+            data = self._priority_path.read_bytes()
+            self._priority_path.unlink()
+        except FileNotFoundError:
+            return []
         except OSError as error:
             _log.error("tier disk: reading the priorities failed: %s", error)
             return []
+        if len(data) % _PRIORITY_LINE.itemsize:
+            _log.warning("%s: expected whole lines, got %d bytes", self._priority_path, len(data))
+            return []
+        lines = np.frombuffer(data, _PRIORITY_LINE)
+        clock_start_s = self._unix_time() - self._clock()
+        now_s = self._clock()
+        columns = (lines[name].tolist() for name in ("key", "priority", "ends_s"))
         hints = [
-            (key, RetentionHint(priority, None if ends_s is None else ends_s - clock_start_s))
-            for key, priority, ends_s in stored_priorities
+            (key, RetentionHint(priority, None if ends_s == _NEVER else ends_s - clock_start_s))
+            for key, priority, ends_s in zip(*columns, strict=True)
         ]
         return [
             (key, hint)

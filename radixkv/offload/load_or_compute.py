@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 _FIRST_BUCKET_TOKENS = 512
 # Weight of a new measurement of a load, a copy, a lookup, or a step with `_FIRST_BUCKET_TOKENS` tokens.
 _NEW_WEIGHT = 0.1
 # Fraction by which the estimates of a tier shrink each time the tier is not used because it seems slow.
 _SHRINK_FRACTION = 0.02
-
-
-class LoadDecision(NamedTuple):
-    """How many blocks of a run of stored blocks to load.
-
-    Attributes:
-        num_blocks: number of blocks from the start of the run.
-        load_s, compute_s: estimated seconds to load them, and to compute them; None without measurements, or if
-            `num_blocks` is 0.
-    """
-
-    num_blocks: int
-    load_s: float | None
-    compute_s: float | None
 
 
 class LoadOrCompute:
@@ -94,8 +79,8 @@ class LoadOrCompute:
         if tiers:
             self._fills.shrink_estimates()
 
-    def choose(self, start_token: int, tiers: Sequence[str]) -> LoadDecision:
-        """Choose how many stored blocks to load, from the first on.
+    def choose(self, start_token: int, tiers: Sequence[str]) -> int:
+        """Choose how many blocks of a run of stored blocks to load, from the first on.
 
         Args:
             start_token: position of the first block.
@@ -103,7 +88,7 @@ class LoadOrCompute:
 
         Complexity: O(blocks).
         """
-        best = LoadDecision(0, None, None)
+        num_blocks = 0
         best_gain_s = 0.0
         counts: dict[str, int] = {}
         compute_s: float | None = 0.0
@@ -113,11 +98,11 @@ class LoadOrCompute:
             compute_s = None if token_s is None or compute_s is None else compute_s + token_s * self._block_size
             load_s = self._load_s(counts)
             if compute_s is None or load_s is None:
-                best = LoadDecision(index + 1, load_s, compute_s)
+                num_blocks = index + 1
             elif compute_s - load_s >= best_gain_s:
-                best = LoadDecision(index + 1, load_s, compute_s)
+                num_blocks = index + 1
                 best_gain_s = compute_s - load_s
-        return best
+        return num_blocks
 
     def _seconds_per_token(self, position: int) -> float | None:
         """Return the time per token at a position, or at the nearest measured one before it, or else after it."""

@@ -139,7 +139,7 @@ class Loader:
         offload_index: knows which tier holds which block.
         tiers: the tiers by name.
         mover: copies blocks.
-        choice: decides between loading and computing.
+        load_or_compute: decides between loading and computing.
         clock: seconds, monotonic.
         wake: called on any thread when a call has ended, so that the engine calls `ready`.
         max_bytes: bound of blocks that are being loaded, or are loaded but not copied yet. Further blocks are computed.
@@ -154,7 +154,7 @@ class Loader:
         offload_index: OffloadIndex,
         tiers: Mapping[str, Tier],
         mover: BlockCopier,
-        choice: LoadOrCompute,
+        load_or_compute: LoadOrCompute,
         clock: Callable[[], float],
         wake: Callable[[], None],
         max_bytes: int,
@@ -164,7 +164,7 @@ class Loader:
         self._index = offload_index
         self._tiers = tiers
         self._mover = mover
-        self._choice = choice
+        self._load_or_compute = load_or_compute
         self._clock = clock
         self._wake = wake
         self._num_free_blocks = max_bytes // mover.payload_bytes
@@ -205,11 +205,11 @@ class Loader:
 
     def _choose(self, first_block: int, run: Sequence[StoredBlock]) -> Sequence[StoredBlock]:
         """Return the first blocks of a run, as many as can be loaded faster than they can be computed."""
-        decision = self._choice.choose(first_block * self._cache.block_size, [each.tier for each in run])
-        self.num_computed_blocks.update(each.tier for each in run[decision.num_blocks :])
-        if not decision.num_blocks:
-            self._choice.shrink_estimates({each.tier for each in run})
-        return run[: decision.num_blocks]
+        num_blocks = self._load_or_compute.choose(first_block * self._cache.block_size, [each.tier for each in run])
+        self.num_computed_blocks.update(each.tier for each in run[num_blocks:])
+        if not num_blocks:
+            self._load_or_compute.shrink_estimates({each.tier for each in run})
+        return run[:num_blocks]
 
     def find(self, namespace: Namespace, tokens: bytes, first_block: int) -> tuple[int, Sequence[StoredBlock]]:
         """Find the stored blocks that follow those on the device and from which a request can continue.
@@ -252,7 +252,7 @@ class Loader:
             load, tier, outcome, ended_s = self._ended.get()
             load.end_call(tier, outcome)
             num_blocks = len(load.keys_of(tier))
-            self._choice.note_end(tier, num_blocks, ended_s - load.started_s if outcome.is_timed else None)
+            self._load_or_compute.note_end(tier, num_blocks, ended_s - load.started_s if outcome.is_timed else None)
             self._index.lost(tier, outcome.lost)
             partless = [key for key, each in outcome.blocks.items() if not self._mover.has_part(each.payload)]
             if partless:
@@ -398,7 +398,7 @@ class Loader:
         self._num_free_blocks -= len(run)
         for tier in load.tiers:
             wanted = load.wanted_of(self._tiers[tier])
-            self._choice.note_start(tier, len(wanted))
+            self._load_or_compute.note_start(tier, len(wanted))
             future = self._tiers[tier].load(wanted)
             load.futures.append(future)
             future.add_done_callback(partial(self._queue_result, load, tier))
@@ -434,7 +434,7 @@ class Loader:
         """Record how long complete copies to the device took."""
         while self._filled and all(copy.is_complete() for copy in self._filled[0][1]):
             num_blocks, copies = self._filled.popleft()
-            self._choice.note_fill(num_blocks, sum(copy.seconds() for copy in copies))
+            self._load_or_compute.note_fill(num_blocks, sum(copy.seconds() for copy in copies))
 
 
 def _publishes(request: Request) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.offload.index.prompt_blocks import KeyedBlock
 from radixkv.offload.load_or_compute import LoadOrCompute
-from radixkv.offload.purge import SharedPurger
+from radixkv.offload.purge import Purger
 from radixkv.offload.tiers.tier import Tier
 from radixkv.scheduling.request import Request
 
@@ -37,7 +37,7 @@ class Lookups:
         offload_index: knows which blocks have to be looked up, and is notified of the results.
         tiers: the shared stores by name.
         purger: knows which results are outdated by a purge.
-        choice: estimates how long lookups and computing take.
+        load_or_compute: estimates how long lookups and computing take.
         clock: seconds, monotonic.
         wake: called on any thread when there is a result, so that the engine calls `ended`.
         block_size: tokens per block.
@@ -47,8 +47,8 @@ class Lookups:
         self,
         offload_index: OffloadIndex,
         tiers: Mapping[str, Tier],
-        purger: SharedPurger,
-        choice: LoadOrCompute,
+        purger: Purger,
+        load_or_compute: LoadOrCompute,
         clock: Callable[[], float],
         wake: Callable[[], None],
         block_size: int,
@@ -56,7 +56,7 @@ class Lookups:
         self._index = offload_index
         self._tiers = tiers
         self._purger = purger
-        self._choice = choice
+        self._load_or_compute = load_or_compute
         self._clock = clock
         self._wake = wake
         self._block_size = block_size
@@ -83,10 +83,10 @@ class Lookups:
         queried = [
             name
             for name in tiers
-            if request.is_prefetch or self._choice.is_lookup_worthwhile(name, start_token, num_tokens)
+            if request.is_prefetch or self._load_or_compute.is_lookup_worthwhile(name, start_token, num_tokens)
         ]
         if not queried:
-            self._choice.shrink_estimates(tiers)
+            self._load_or_compute.shrink_estimates(tiers)
             return False
         self._num_open[request] = len(queried)
         keys = [each.key for each in blocks]
@@ -101,7 +101,7 @@ class Lookups:
         while not self._results.empty():
             (request, tier, blocks, started_s), are_there, ended_s = self._results.get()
             if are_there is not None:
-                self._choice.note_lookup(tier, ended_s - started_s)
+                self._load_or_compute.note_lookup(tier, ended_s - started_s)
                 found = [block for block, is_there in zip(blocks, are_there, strict=True) if is_there]
                 if found and not self._purger.is_purging_any(tier, found):
                     self._index.discovered(tier, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 from radixkv.api.retention import Grant, Retention
@@ -18,11 +19,11 @@ from radixkv.offload.block_keys import BlockKeys
 from radixkv.offload.copies import BlockCopier
 from radixkv.offload.deleter import Deleter
 from radixkv.offload.disk_record import DiskRecord
-from radixkv.offload.index.offload_index import OffloadIndex, grant_stored
+from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.offload.load_or_compute import LoadOrCompute
 from radixkv.offload.loader import Loader
 from radixkv.offload.lookups import Lookups
-from radixkv.offload.purge import Deletion, LocalPurger, SharedPurger, failed_deletion
+from radixkv.offload.purge import Deletion, Purger
 from radixkv.offload.restart import DiskScan, ShutdownSave
 from radixkv.offload.saver import EvictedCopies, Saver
 from radixkv.offload.tiers.block_store import PutOutcome
@@ -38,10 +39,6 @@ _RETRY_PERIOD_S = 1.0
 _POLL_PERIOD_S = 0.05  # between two checks for finished saves while a listener is on
 
 
-def do_nothing() -> None:
-    """Do nothing, as the default of callbacks."""
-
-
 class Offload:
     """Saves evicted blocks to the tiers, and loads stored blocks for requests.
 
@@ -55,17 +52,17 @@ class Offload:
         max_bytes: bound of the copies that wait to be stored; see `Saver`. Also the bound of the blocks that are being
             loaded, or are loaded and wait for requests; see `Loader`.
         keys: computes the keys of blocks.
-        choice: decides between loading and computing.
+        load_or_compute: decides between loading and computing.
         record: records for the next process what the tier `disk` holds; None without a disk.
         clock: seconds, monotonic.
         on_close: called when all tiers have been closed.
-        closed: names of the tiers that could not be opened.
+        unopened: names of the tiers that could not be opened, for the statistics.
         wake: called on any thread, to wake the engine's thread.
 
     Attributes:
         index: see `offload_index`.
         tiers: see above, by name.
-        purger: purges the shared stores.
+        purger: purges namespaces from the tiers.
     """
 
     def __init__(
@@ -76,27 +73,26 @@ class Offload:
         mover: BlockCopier,
         max_bytes: int,
         keys: BlockKeys,
-        choice: LoadOrCompute,
+        load_or_compute: LoadOrCompute,
         record: DiskRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
-        on_close: Callable[[], None] = do_nothing,
-        closed: Sequence[str] = (),
-        wake: Callable[[], None] = do_nothing,
+        on_close: Callable[[], None] = lambda: None,
+        unopened: Sequence[str] = (),
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.index = offload_index
         self.tiers = {tier.name: tier for tier in tiers}
         self._cache = cache
         self._clock = clock
-        self._choice = choice
+        self._load_or_compute = load_or_compute
         self._on_close = on_close
-        self._closed = [stats_of_closed(name) for name in closed]
+        self._unopened = tuple(unopened)
         self._deleter = Deleter(offload_index, self.tiers, wake)
         self._saver = Saver(offload_index, self.tiers, self._deleter, mover, max_bytes, record)
-        self._loader = Loader(cache, offload_index, self.tiers, mover, self._choice, clock, wake, max_bytes)
+        self._loader = Loader(cache, offload_index, self.tiers, mover, self._load_or_compute, clock, wake, max_bytes)
         shared = {name: tier for name, tier in self.tiers.items() if offload_index.tiers[name].is_shared}
-        self.purger = SharedPurger(shared, keys, wake)
-        self._local_purger = LocalPurger(offload_index, self._saver, self._deleter, keys)
-        self._lookups = Lookups(offload_index, shared, self.purger, choice, clock, wake, cache.block_size)
+        self.purger = Purger(offload_index, self.tiers, self._saver, self._deleter, keys, wake)
+        self._lookups = Lookups(offload_index, shared, self.purger, load_or_compute, clock, wake, cache.block_size)
         self._touches = Touches(offload_index, shared, clock, wake)
         self._copies: EvictedCopies | None = None  # not passed to the tiers yet
         self._next_retry_s = clock()
@@ -123,17 +119,7 @@ class Offload:
 
     def stats(self) -> list[TierStats]:
         """Return the statistics of the tiers, the fastest first, then those that could not be opened. Thread-safe."""
-        computed = self._loader.num_computed_blocks
-        dropped = self._saver.num_dropped_blocks
-        touched = self._touches.num_touched_blocks
-        rewritten = self._touches.num_rewritten_blocks
-        return [
-            *(
-                stats_of(tier, computed[name], dropped[name], touched[name], rewritten[name])
-                for name, tier in self.tiers.items()
-            ),
-            *self._closed,
-        ]
+        return [*map(self._stats_of, self.tiers.values()), *map(_stats_of_unopened, self._unopened)]
 
     def begin(self, request: Request) -> bool:
         """Start to load blocks for a new request. Returns whether the request must wait until `ready` returns it."""
@@ -171,19 +157,9 @@ class Offload:
         return max(0, (first_block + len(run)) * self._cache.block_size - cached_tokens) if run else 0
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention, on_device: Grant) -> Grant:
-        """Set the retention priority of the stored blocks of a prompt. Shared stores have no priorities.
-
-        Args:
-            namespace, tokens: the prompt, as the cache stores it.
-            retention: the priority and its range.
-            on_device: the grant of the cache.
-
-        Returns:
-            The total grant, on the device and in the tiers.
-        """
+        """Set the retention priority of the stored blocks of a prompt; see `OffloadIndex.retain`."""
         self._poll()
-        now_s = self._clock()
-        return grant_stored(self.index, self._cache.block_size, namespace, tokens, retention, on_device, now_s)
+        return self.index.retain(namespace, tokens, retention, on_device, self._clock())
 
     def stored(self, name: str, start: int, tenant: str | None, max_listed: int) -> StoredPage:
         """List the namespaces that have blocks in a tier; see `TierIndex.page`.
@@ -254,7 +230,7 @@ class Offload:
 
     def note_step(self, seconds: float, slices: Sequence[Slice]) -> None:
         """Record how long a step took."""
-        self._choice.note_step(seconds, [(each.start, each.end) for each in slices])
+        self._load_or_compute.note_step(seconds, [(each.start, each.end) for each in slices])
 
     def wait_for_scan(self) -> Iterator[None]:
         """Yield until the disk is scanned."""
@@ -267,11 +243,12 @@ class Offload:
         """
         self._take_scanned()
         self._loader.forget(tenant, adapter, salt)
-        deletions = self._local_purger.purge(tenant, adapter, salt)
-        purges = self.purger.purge(tenant, adapter, salt)
+        deletions = self.purger.purge(tenant, adapter, salt)
         if self._disk_scan is not None and self._disk_scan.has_failed:
-            deletions.append(Deletion("disk", failed_deletion()))
-        return deletions + [Deletion(name, purged) for name, purged in purges.items()]
+            has_failed: Future[int | None] = Future()
+            has_failed.set_result(None)
+            deletions.append(Deletion("disk", has_failed))
+        return deletions
 
     def close(self) -> None:
         """Save the blocks on the device to the disk and finish deletions, in at most 10 s, then close the tiers."""
@@ -319,44 +296,33 @@ class Offload:
         if self._disk_scan is not None:
             self._disk_scan.take()
 
-
-def stats_of(
-    tier: Tier,
-    num_computed_blocks: int,
-    num_dropped_blocks: int,
-    num_touched_blocks: int = 0,
-    num_rewritten_blocks: int = 0,
-) -> TierStats:
-    """Return the statistics of a tier. Any thread may call this.
-
-    Args:
-        tier: the tier.
-        num_computed_blocks, num_dropped_blocks, num_touched_blocks, num_rewritten_blocks: see `TierStats`.
-    """
-    size = tier.size()
-    counts = tier.counts()
-    refused = sum(counts.saved.get(outcome, 0) for outcome in (PutOutcome.NO_ROOM, PutOutcome.TOO_LARGE))
-    return TierStats(
-        tier=tier.name,
-        is_working=tier.is_working(),
-        blocks=size.num_objects,
-        used_bytes=size.used_bytes,
-        capacity_bytes=size.capacity_bytes,
-        loaded_blocks=counts.loaded,
-        loaded_bytes=counts.loaded_bytes,
-        load_s=counts.load_s,
-        missed_blocks=sum(counts.misses.values()),
-        computed_blocks=num_computed_blocks,
-        saved_blocks=counts.saved.get(PutOutcome.STORED, 0),
-        refused_blocks=counts.failed_saves + refused,
-        dropped_blocks=num_dropped_blocks,
-        evicted_blocks=counts.evicted,
-        touched_blocks=num_touched_blocks,
-        rewritten_blocks=num_rewritten_blocks,
-    )
+    def _stats_of(self, tier: Tier) -> TierStats:
+        """Return the statistics of a tier. Any thread may call this."""
+        name = tier.name
+        size = tier.size()
+        counts = tier.counts()
+        num_refused = sum(counts.saved.get(outcome, 0) for outcome in (PutOutcome.NO_ROOM, PutOutcome.TOO_LARGE))
+        return TierStats(
+            tier=name,
+            is_working=tier.is_working(),
+            blocks=size.num_objects,
+            used_bytes=size.used_bytes,
+            capacity_bytes=size.capacity_bytes,
+            loaded_blocks=counts.loaded,
+            loaded_bytes=counts.loaded_bytes,
+            load_s=counts.load_s,
+            missed_blocks=sum(counts.misses.values()),
+            computed_blocks=self._loader.num_computed_blocks[name],
+            saved_blocks=counts.saved.get(PutOutcome.STORED, 0),
+            refused_blocks=counts.failed_saves + num_refused,
+            dropped_blocks=self._saver.num_dropped_blocks[name],
+            evicted_blocks=counts.evicted,
+            touched_blocks=self._touches.num_touched_blocks[name],
+            rewritten_blocks=self._touches.num_rewritten_blocks[name],
+        )
 
 
-def stats_of_closed(name: str) -> TierStats:
+def _stats_of_unopened(name: str) -> TierStats:
     """Return the statistics of a tier that could not be opened."""
     return TierStats(
         tier=name,

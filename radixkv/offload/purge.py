@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -10,10 +11,9 @@ from typing import NamedTuple
 from radixkv.cache.purge import Purged
 from radixkv.namespace import Namespace
 from radixkv.offload.block_keys import BlockKeys
-from radixkv.offload.deleter import Deleter
+from radixkv.offload.deleter import Deleter, RetriedCalls
 from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.offload.index.prompt_blocks import KeyedBlock
-from radixkv.offload.retried_calls import RetriedCalls
 from radixkv.offload.saver import Saver
 from radixkv.offload.tiers.tier import Tier
 
@@ -45,13 +45,6 @@ class PendingPurge(NamedTuple):
     deletions: Sequence[Deletion]
 
 
-def failed_deletion() -> Future[int | None]:
-    """Return the `num_deleted` of a deletion that could not be started."""
-    num_deleted: Future[int | None] = Future()
-    num_deleted.set_result(None)
-    return num_deleted
-
-
 def when_deleted(begun: Future[PendingPurge], limit_s: float = MAX_WAIT_S) -> Future[Purged]:
     """Return a future of the result of a purge. It completes when all tiers have answered, or after `limit_s`.
 
@@ -69,57 +62,25 @@ def when_deleted(begun: Future[PendingPurge], limit_s: float = MAX_WAIT_S) -> Fu
             return
         elif (error := begun.exception()) is not None:
             done.set_exception(error)
+        elif begun.result().deletions:
+            arguments = (begun.result(), limit_s, done)
+            threading.Thread(target=_wait_for_deletions, args=arguments, name="radixkv-purge", daemon=True).start()
         else:
-            _PurgeWaiter(done, begun.result()).begin(limit_s)
+            done.set_result(begun.result().purged)
 
     begun.add_done_callback(wait_for_tiers)
     return done
 
 
-class _PurgeWaiter:
-    """Waits for the last tier, for a limited time."""
-
-    def __init__(self, done: Future[Purged], begun: PendingPurge) -> None:
-        self._done = done
-        self._purged = begun.purged
-        self._deletions = list(begun.deletions)
-        self._lock = threading.Lock()
-        self._num_open = len(begun.deletions) + 1  # also counts `begin`, until it has added all callbacks
-        self._is_over = False
-        self._timer: threading.Timer | None = None
-
-    def begin(self, limit_s: float) -> None:
-        """Start to wait, at most `limit_s`."""
-        for deletion in tuple(self._deletions):
-            deletion.num_deleted.add_done_callback(lambda _: self._note_end())
-        self._note_end()
-        if not self._done.done():
-            self._timer = timer = threading.Timer(limit_s, self._complete)
-            timer.daemon = True
-            timer.start()
-            if self._done.done():  # the last tier answered before the timer was set
-                self._stop_timer()
-
-    def _note_end(self) -> None:
-        with self._lock:
-            self._num_open -= 1
-            if self._num_open:
-                return
-        self._complete()
-
-    def _complete(self) -> None:
-        with self._lock:
-            is_first, self._is_over = not self._is_over, True
-        if is_first:
-            sums = _sums(self._deletions)
-            self._deletions.clear()  # their callbacks refer to this waiter: only the garbage collector would free both
-            self._done.set_result(self._purged._replace(stored_blocks=sums))
-            self._stop_timer()
-
-    def _stop_timer(self) -> None:
-        timer, self._timer = self._timer, None  # it refers to this waiter, too
-        if timer is not None:
-            timer.cancel()
+def _wait_for_deletions(begun: PendingPurge, limit_s: float, done: Future[Purged]) -> None:
+    """Complete the future of a purge as soon as its deletions have ended, or after `limit_s`."""
+    end_s = time.monotonic() + limit_s
+    num_ended = threading.Semaphore(0)  # `concurrent.futures.wait` would ignore cancelled calls
+    for deletion in begun.deletions:
+        deletion.num_deleted.add_done_callback(lambda _: num_ended.release())
+    for _ in begun.deletions:
+        num_ended.acquire(timeout=max(0.0, end_s - time.monotonic()))
+    done.set_result(begun.purged._replace(stored_blocks=_sums(begun.deletions)))
 
 
 def _sums(deletions: Sequence[Deletion]) -> dict[str, int | None]:
@@ -132,47 +93,8 @@ def _sums(deletions: Sequence[Deletion]) -> dict[str, int | None]:
     return sums
 
 
-class LocalPurger:
-    """Purges the tiers that only this server uses.
-
-    Victims are purged, too: blocks that the index has removed in favor of other blocks, but that the store may still
-    have. The store evicts a victim when it saves the block that replaces it. If it has enough space for both, it keeps
-    the victim, and the `Deleter` deletes it:
-
-        in the index ── removed: a victim ─┬─ evicted by the store, for the block that replaces it
-                                           └─ kept by the store, which had space ──▶ deleted by the `Deleter`
-
-    Args:
-        offload_index: knows the stored blocks, and the victims whose replacement is not being saved yet.
-        saver: knows the victims of saves that are in flight.
-        deleter: deletes, and knows the deletions that are not confirmed.
-        keys: computes the keys of blocks.
-    """
-
-    def __init__(self, offload_index: OffloadIndex, saver: Saver, deleter: Deleter, keys: BlockKeys) -> None:
-        self._index = offload_index
-        self._saver = saver
-        self._deleter = deleter
-        self._keys = keys
-
-    def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> list[Deletion]:
-        """Remove the namespaces with these names, None for any, from the index, and delete them from local tiers.
-
-        Complexity: O(namespaces + their blocks + keys of saves and deletions in flight).
-        """
-        removed = self._index.purge(tenant, adapter, salt)
-        scope = self._keys.scope(tenant, adapter, salt)
-        deletions: list[Deletion] = []
-        for name, keys in removed.items():
-            if not self._index.tiers[name].is_shared:
-                in_flight = filter(scope.has, (*self._saver.victims(name), *self._deleter.unconfirmed(name)))
-                keys = list(dict.fromkeys((*keys, *self._index.drop_victims(name, scope.has), *in_flight)))
-                deletions.append(Deletion(name, self._deleter.delete(name, keys)))
-        return deletions
-
-
 class _Purge(NamedTuple):
-    """A purge of one tier: its name, and the names of the namespaces, None for any."""
+    """A purge of a shared store: the name of its tier, and the names of the namespaces, None for any."""
 
     tier: str
     tenant: str | None
@@ -180,41 +102,75 @@ class _Purge(NamedTuple):
     salt: str | None
 
 
-class SharedPurger:
-    """Purges namespaces from shared stores, including the blocks that other servers stored.
+class Purger:
+    """Purges namespaces from all tiers.
 
-    Until a tier has confirmed a purge, no blocks of these namespaces are looked up in it: only blocks that this server
-    stores there afterwards can be loaded. Failed purges are retried later.
+    From shared stores, a purge also deletes the blocks that other servers stored. Until a store has confirmed this, no
+    blocks of these namespaces are looked up in it: only blocks that this server stores there afterwards can be loaded.
+    Failed purges of shared stores are retried later.
+
+    In the other tiers, a purge also deletes victims: blocks that the index has removed in favor of other blocks, but
+    that the store may still have. The store evicts a victim when it saves the block that replaces it. If it has enough
+    space for both, it keeps the victim, and the `Deleter` deletes it:
+
+        in the index ── removed: a victim ─┬─ evicted by the store, for the block that replaces it
+                                           └─ kept by the store, which had space ──▶ deleted by the `Deleter`
 
     Args:
-        tiers: the shared stores by name.
+        offload_index: knows the stored blocks, and the victims whose replacement is not being saved yet.
+        tiers: the tiers by name.
+        saver: knows the victims of saves that are in flight.
+        deleter: deletes from the tiers that are not shared, and knows the deletions that are not confirmed.
         keys: computes the keys of blocks.
-        wake: called on any thread when a call has failed, so that the engine calls `retry`.
+        wake: called on any thread when a purge of a shared store has failed, so that the engine calls `retry`.
     """
 
-    def __init__(self, tiers: Mapping[str, Tier], keys: BlockKeys, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        offload_index: OffloadIndex,
+        tiers: Mapping[str, Tier],
+        saver: Saver,
+        deleter: Deleter,
+        keys: BlockKeys,
+        wake: Callable[[], None],
+    ) -> None:
+        self._index = offload_index
         self._tiers = tiers
+        self._saver = saver
+        self._deleter = deleter
         self._keys = keys
-        self._calls = RetriedCalls[_Purge](wake)
+        self._shared_purges = RetriedCalls[_Purge](wake)
 
-    def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> dict[str, Future[int | None]]:
-        """Purge each tier. Returns by tier a future of the number of deleted blocks; None if the call fails."""
-        return {tier: self._start(_Purge(tier, tenant, adapter, salt)) for tier in self._tiers}
+    def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> list[Deletion]:
+        """Remove the namespaces with these names, None for any, from the index, and delete their blocks in each tier.
+
+        Complexity: O(namespaces + their blocks + keys of saves and deletions in flight).
+        """
+        scope = self._keys.scope(tenant, adapter, salt)
+        deletions: list[Deletion] = []
+        for name, keys in self._index.purge(tenant, adapter, salt).items():
+            if self._index.tiers[name].is_shared:
+                deletions.append(Deletion(name, self._purge_shared(_Purge(name, tenant, adapter, salt))))
+            else:
+                in_flight = filter(scope.has, (*self._saver.victims(name), *self._deleter.unconfirmed(name)))
+                keys = list(dict.fromkeys((*keys, *self._index.drop_victims(name, scope.has), *in_flight)))
+                deletions.append(Deletion(name, self._deleter.delete(name, keys)))
+        return deletions
 
     @property
     def has_failed(self) -> bool:
-        """Whether there are purges to retry."""
-        return self._calls.has_failed
+        """Whether there are purges of shared stores to retry."""
+        return self._shared_purges.has_failed
 
     def is_purging(self, tier: str, namespace: Namespace) -> bool:
-        """Whether a tier may still hold purged blocks of a namespace. Complexity: O(unconfirmed purges)."""
+        """Whether a shared store may still hold purged blocks of a namespace. Complexity: O(unconfirmed purges)."""
         return any(
             each.tier == tier and namespace.is_among(each.tenant, each.adapter, each.salt)
-            for each in self._calls.unconfirmed()
+            for each in self._shared_purges.unconfirmed()
         )
 
     def is_purging_any(self, tier: str, blocks: Iterable[KeyedBlock]) -> bool:
-        """Whether a tier may still hold purged blocks of any namespace that owns one of these blocks.
+        """Whether a shared store may still hold purged blocks of any namespace that owns one of these blocks.
 
         The blocks of a prompt that invokes an adapter are in two namespaces: from the invocation on, in that of the
         adapter.
@@ -222,11 +178,11 @@ class SharedPurger:
         return any(self.is_purging(tier, owner) for owner in {block.namespace for block in blocks})
 
     def retry(self) -> None:
-        """Retry failed purges."""
-        for each in dict.fromkeys(self._calls.take_failed()):
-            self._start(each)
+        """Retry failed purges of shared stores."""
+        for each in dict.fromkeys(self._shared_purges.take_failed()):
+            self._purge_shared(each)
 
-    def _start(self, purge: _Purge) -> Future[int | None]:
+    def _purge_shared(self, purge: _Purge) -> Future[int | None]:
         purged = self._tiers[purge.tier].purge(self._keys.scope(purge.tenant, purge.adapter, purge.salt))
-        self._calls.start(purge, purged)
+        self._shared_purges.start(purge, purged)
         return purged

@@ -156,7 +156,8 @@ class Saver:
         while first and len(evicted_blocks[first - 1].tiers) <= num_free_blocks:
             first -= 1
             num_free_blocks -= len(evicted_blocks[first].tiers)
-        self._drop(evicted_blocks[:first])
+        if first:
+            self._drop(evicted_blocks[:first])
         return evicted_blocks[first:]
 
     def _drop(self, evicted_blocks: Sequence[EvictedBlock]) -> None:
@@ -191,7 +192,7 @@ class Saver:
 
     def _delete(self, name: str, keys: Sequence[bytes]) -> None:
         """Delete blocks that a tier should not hold. A shared store may keep what it stored late."""
-        if not self._index.tiers[name].is_shared:
+        if keys and not self._index.tiers[name].is_shared:
             self._deleter.delete_unknown(name, keys)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -22,24 +21,22 @@ from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.engine.transfer.transfer import TransferParts
 from radixkv.errors import ConfigError, StoreError, UnsupportedModel
 from radixkv.invocation import InvocationMarks
-from radixkv.kernels.native.copies import NativeCopies
 from radixkv.model.on_cpu import native_copies
 from radixkv.offload.block_keys import BlockFormat, BlockKeys, PromptKeys
-from radixkv.offload.block_mover import BlockMover, GpuCopies, payload_sizes
-from radixkv.offload.device_copies import CopyStream
+from radixkv.offload.block_mover import BlockMover, payload_sizes
 from radixkv.offload.disk_record import DiskRecord
+from radixkv.offload.gpu_copies import CopyStream, GpuCopies, StagingSlots, map_pinned_memory, staging_stride
 from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.offload.index.tier_index import SharedTierIndex, TierIndex, TierShares
 from radixkv.offload.load_or_compute import LoadOrCompute
-from radixkv.offload.offload import Offload, do_nothing
-from radixkv.offload.pinned_memory import StagingSlots, map_pinned_memory, staging_stride
+from radixkv.offload.offload import Offload
 from radixkv.offload.tiers.block_mac import BlockMac
-from radixkv.offload.tiers.block_object import Protection, max_object_bytes
+from radixkv.offload.tiers.block_object import Protection
 from radixkv.offload.tiers.block_store import StoreBackend
 from radixkv.offload.tiers.disk import DiskStore
-from radixkv.offload.tiers.guard import CircuitBreaker, CircuitState, GuardedStore, TimerThread
+from radixkv.offload.tiers.guard import GuardedStore, TimerThread
 from radixkv.offload.tiers.host import map_memory
-from radixkv.offload.tiers.open_store import StoreOptions, open_backend
+from radixkv.offload.tiers.open_store import configured_stores, open_backend
 from radixkv.offload.tiers.threaded_store import ThreadedStore
 from radixkv.offload.tiers.tier import Tier
 from radixkv.startup.tier_secrets import has_protection, mac_of, protection_of, secret_of, unprotected
@@ -78,7 +75,7 @@ class Stores:
 
     Attributes:
         backends: the opened backends by name.
-        closed: names of the stores that could not be opened.
+        unopened: names of the stores that could not be opened.
         keys: computes the keys of blocks.
         index: which tier holds which block; it listens to the cache.
         mover: copies blocks.
@@ -90,7 +87,7 @@ class Stores:
     """
 
     backends: dict[str, StoreBackend]
-    closed: tuple[str, ...]
+    unopened: tuple[str, ...]
     keys: BlockKeys
     index: OffloadIndex
     mover: BlockMover
@@ -101,13 +98,13 @@ class Stores:
     layer_bytes: LayerBytes
 
     def connect(
-        self, cache: PrefixCache, choice: LoadOrCompute | None = None, wake: Callable[[], None] = do_nothing
+        self, cache: PrefixCache, load_or_compute: LoadOrCompute | None = None, wake: Callable[[], None] = lambda: None
     ) -> tuple[Offload, TransferParts | None]:
         """Connect the tiers to the cache and the engine.
 
         Args:
             cache: the radix trees, to which the index listens.
-            choice: decides between loading and computing; None to decide by measured times.
+            load_or_compute: decides between loading and computing; None to decide by measured times.
             wake: wakes the engine's thread.
 
         Returns:
@@ -124,10 +121,10 @@ class Stores:
             self.mover,
             self.max_waiting_bytes,
             self.keys,
-            choice or LoadOrCompute(cache.block_size),
+            load_or_compute or LoadOrCompute(cache.block_size),
             DiskRecord(disk, self.keys, rejected=tiers["disk"].rejected) if isinstance(disk, DiskStore) else None,
             on_close=timers.close,
-            closed=self.closed,
+            unopened=self.unopened,
             wake=wake,
         )
         if self.transfer is None:
@@ -147,8 +144,7 @@ class Stores:
     def _make_tier(self, name: str, backend: StoreBackend, timers: TimerThread) -> Tier:
         """Put a time limit, a circuit breaker and verification around a store."""
         is_shared = self.index.tiers[name].is_shared
-        circuit = CircuitBreaker(timers.now_s, is_known=not is_shared)
-        store = GuardedStore(name, ThreadedStore(backend, name=name), timers, circuit)
+        store = GuardedStore(name, ThreadedStore(backend, name=name), timers, is_known=not is_shared)
         if is_shared:
             store.probe()
         is_host = name == "host"  # only this process reads this tier, and a GPU copies its payloads without staging
@@ -156,7 +152,7 @@ class Stores:
             name,
             store,
             self.mover.sizes,
-            partial(_is_working, circuit),
+            store.is_working,
             unprotected if is_host else self.protection_of,
             stage=_do_not_stage if is_host else self.mover.stage,
             is_shared=is_shared,
@@ -229,14 +225,18 @@ def open_stores(
     mac = mac_of(config, block_format)
     protection = protection_of(config, mac)
     backends: dict[str, StoreBackend] = {}
-    closed: list[str] = []
+    unopened: list[str] = []
     map_host_memory = map_pinned_memory if is_on_gpu else map_memory
-    for name, options in _stores_to_open(config, plugin_stores or {}, block_format, native, map_host_memory).items():
+    must_be_private = not (has_protection(config) or config.trusted)
+    configured = configured_stores(
+        config, plugin_stores or {}, block_format, native, map_host_memory, must_be_private=must_be_private
+    )
+    for name, options in configured.items():
         try:
             backends[name] = open_backend(name, options)
         except StoreError as error:
             _log.error("tier %s is off: %s", name, error)
-            closed.append(name)
+            unopened.append(name)
     tier_indexes = [
         _make_tier_index(
             name, backend, block_format, config.known_blocks, shares_of, retained_share, storage.num_blocks, ledger
@@ -247,40 +247,8 @@ def open_stores(
     offload_index = OffloadIndex(tier_indexes, key_blocks, storage.block_size, part_of or (lambda block_id: None))
     layer_bytes = LayerBytes.of(storage.pools[0])  # used by transfers only, which require a single pool
     return Stores(
-        backends, tuple(closed), keys, offload_index, mover, waiting_bytes, protection, mac, transfer, layer_bytes
+        backends, tuple(unopened), keys, offload_index, mover, waiting_bytes, protection, mac, transfer, layer_bytes
     )
-
-
-def _stores_to_open(
-    config: TiersConfig,
-    plugin_stores: Mapping[str, StoreConfig],
-    block_format: BlockFormat,
-    native: NativeCopies | None,
-    map_host_memory: Callable[[int], memoryview],
-) -> dict[str, StoreOptions]:
-    """Return the options of the configured stores, the fastest first."""
-    num_bytes = max_object_bytes(block_format.block_size, block_format.payload_bytes)
-    options: dict[str, StoreOptions] = {}
-    if config.host_bytes is not None:
-        options["host"] = StoreOptions(
-            block_format, num_bytes, config.host_bytes, native=native, map_memory=map_host_memory
-        )
-    if config.disk_path is not None:
-        options["disk"] = StoreOptions(
-            block_format,
-            num_bytes,
-            config.disk_bytes,
-            config.disk_path,
-            native,
-            must_be_private=not (has_protection(config) or config.trusted),
-        )
-    if config.redis_url is not None:
-        options["redis"] = StoreOptions(block_format, num_bytes, place=config.redis_url)
-    if config.mooncake_master is not None:
-        options["mooncake"] = StoreOptions(block_format, num_bytes, config.mooncake_bytes, config.mooncake_master)
-    for name, store in plugin_stores.items():
-        options[name] = StoreOptions(block_format, num_bytes, store.max_bytes, store.place)
-    return options
 
 
 def _allocate_gpu_copies(storage: KVStorage, waiting_bytes: int) -> GpuCopies:
@@ -310,8 +278,7 @@ def tier_shares(
         num_blocks: blocks of the pool.
     """
 
-    def shares_of(tenant: str) -> TierShares:
-        quota = quotas.get(tenant, default_quota)
+    def shares_of(quota: Quota | None) -> TierShares:
         if quota is None:
             return TierShares()
         return TierShares(
@@ -320,11 +287,9 @@ def tier_shares(
             retained=1.0 if quota.max_retained_blocks is None else quota.max_retained_blocks / num_blocks,
         )
 
-    return shares_of
-
-
-def _is_working(circuit: CircuitBreaker) -> bool:
-    return circuit.state is CircuitState.CLOSED
+    shares = {tenant: shares_of(quota) for tenant, quota in quotas.items()}
+    default_shares = shares_of(default_quota)
+    return lambda tenant: shares.get(tenant, default_shares)
 
 
 def _make_tier_index(

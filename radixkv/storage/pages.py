@@ -51,6 +51,8 @@ def release_pages(pool: KVPool, is_free: npt.NDArray[np.bool_], is_touched: npt.
 
 def use_small_pages(pool: KVPool) -> None:
     """Prevent transparent huge pages in a pool on a CPU, since `release_pages` could not release them."""
+    if not hasattr(mmap, "MADV_NOHUGEPAGE"):  # an operating system without transparent huge pages, such as macOS
+        return
     memory = pool.blocks.untyped_storage()
     start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (memory.data_ptr() + memory.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - start

@@ -389,7 +389,7 @@ def min_loaded_blocks(link: LoadTime, block_bytes: int, block_size: int, tokens_
         load_or_compute.note_end("tier", num_blocks, link.latency_s + num_blocks * block_bytes / link.bytes_per_s)
 
     def is_loaded(num_blocks: int) -> bool:
-        return load_or_compute.choose(0, ["tier"] * num_blocks).num_blocks > 0
+        return load_or_compute.choose(0, ["tier"] * num_blocks) > 0
 
     # Longer runs are loaded as well, so a binary search finds the shortest one.
     min_blocks = 1 + bisect_left(range(1, _MAX_RUN_BLOCKS + 1), True, key=is_loaded)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from struct import Struct
 
 import pytest
 
@@ -13,7 +15,7 @@ from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
 from radixkv.offload import disk_record
 from radixkv.offload.block_keys import BlockKeys, PromptKeys
-from radixkv.offload.disk_record import DiskRecord, FoundOnDisk, PriorityFile, StoredPriority
+from radixkv.offload.disk_record import DiskRecord, FoundOnDisk
 from radixkv.offload.index.namespace_keys import NamespaceKeys
 from radixkv.offload.index.retention import RetentionHint
 from radixkv.offload.restart import DiskScan, ShutdownSave
@@ -134,9 +136,8 @@ def test_priorities_expire_at_the_same_unix_time_in_the_next_process(tmp_path: P
 
 def test_invalid_priorities_are_ignored(tmp_path: Path) -> None:
     disk = disk_at(tmp_path)
-    PriorityFile(disk.path / "priorities").write(
-        [StoredPriority(b"a" * 32, 101, None), StoredPriority(b"b" * 32, 80, float("nan"))]
-    )
+    lines = [(b"a" * 32, math.inf, 101), (b"b" * 32, math.nan, 80)]
+    (disk.path / "priorities").write_bytes(b"".join(Struct("<32sdB7x").pack(*line) for line in lines))
     assert DiskRecord(disk, KEYS).read().hints == []
     disk.close()
 
@@ -250,27 +251,36 @@ def test_retention_survives_a_process_that_ends_during_its_scan(tmp_path: Path) 
     disk.close()
 
 
-ROWS = [StoredPriority(bytes(32), 100, None), StoredPriority(b"\xff" * 32, 0, 1234.5)]
+HINTS = [(bytes(32), RetentionHint(100, None)), (b"\xff" * 32, RetentionHint(0, 1234.5))]
 
 
 def test_priorities_are_read_once(tmp_path: Path) -> None:
-    PriorityFile(tmp_path / "priorities").write(ROWS[1:])
-    PriorityFile(tmp_path / "priorities").write(ROWS)
-    assert PriorityFile(tmp_path / "priorities").take() == ROWS
-    assert PriorityFile(tmp_path / "priorities").take() == []
-    assert list(tmp_path.iterdir()) == []
+    disk = disk_at(tmp_path)
+    record = DiskRecord(disk, KEYS, clock=lambda: 1000.0, unix_time=lambda: 5000.0)
+    record.persist_priorities(HINTS[1:])
+    record.persist_priorities(HINTS)
+    assert record.read().hints == HINTS
+    assert not (disk.path / "priorities").exists()
+    assert record.read().hints == []
+    disk.close()
 
 
 def test_only_the_user_can_read_the_priority_file(tmp_path: Path) -> None:
-    PriorityFile(tmp_path / "priorities").write([])
-    assert (tmp_path / "priorities").stat().st_mode & 0o777 == 0o600
-    assert PriorityFile(tmp_path / "priorities").take() == []
+    disk = disk_at(tmp_path)
+    record = DiskRecord(disk, KEYS)
+    record.persist_priorities([])
+    assert (disk.path / "priorities").stat().st_mode & 0o777 == 0o600
+    assert record.read().hints == []
+    disk.close()
 
 
 def test_a_truncated_priority_file_has_no_priorities(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "priorities"
-    PriorityFile(path).write(ROWS)
+    disk = disk_at(tmp_path)
+    record = DiskRecord(disk, KEYS)
+    record.persist_priorities(HINTS)
+    path = disk.path / "priorities"
     path.write_bytes(path.read_bytes()[:-1])
-    assert PriorityFile(path).take() == []
+    assert record.read().hints == []
     assert "expected whole lines, got 95 bytes" in caplog.text, "two lines of 48 bytes, without the last byte"
     assert not path.exists()
+    disk.close()

@@ -1,6 +1,6 @@
 import pytest
 
-from radixkv.offload.load_or_compute import LoadDecision, LoadOrCompute
+from radixkv.offload.load_or_compute import LoadOrCompute
 
 BLOCK_SIZE = 64
 
@@ -22,47 +22,46 @@ def measured(token_s: float = 1e-3, loads: dict[str, tuple[float, float]] | None
 
 
 def test_a_tier_without_measurements_is_used() -> None:
-    assert LoadOrCompute(BLOCK_SIZE).choose(0, ["host"] * 3) == LoadDecision(3, None, None)
-    assert measured().choose(0, ["host"] * 3).num_blocks == 3
+    assert LoadOrCompute(BLOCK_SIZE).choose(0, ["host"] * 3) == 3
+    assert measured().choose(0, ["host"] * 3) == 3
 
 
 def test_a_fast_store_is_read() -> None:
-    num_blocks, load_s, compute_s = measured(loads={"host": (1e-3, 1e-4)}).choose(0, ["host"] * 5)
-    assert num_blocks == 5
-    assert load_s == pytest.approx(1e-3 + 5e-4)
-    assert compute_s == pytest.approx(5 * BLOCK_SIZE * 1e-3)
+    load_or_compute = measured(loads={"host": (1e-3, 1e-4)})
+    assert load_or_compute.choose(0, ["host"] * 5) == 5
+    assert load_or_compute._load_s({"host": 5}) == pytest.approx(1e-3 + 5e-4)
+    assert load_or_compute._seconds_per_token(0) == pytest.approx(1e-3)
 
 
 def test_a_slow_store_is_not_read() -> None:
-    assert measured(loads={"disk": (0.0, 0.1)}).choose(0, ["disk"] * 5).num_blocks == 0
+    assert measured(loads={"disk": (0.0, 0.1)}).choose(0, ["disk"] * 5) == 0
 
 
 def test_a_call_that_takes_long_is_worth_it_for_many_blocks_only() -> None:
     load_or_compute = measured(loads={"remote": (0.5, 1e-3)})
-    assert load_or_compute.choose(0, ["remote"] * 5).num_blocks == 0
-    assert load_or_compute.choose(0, ["remote"] * 20).num_blocks == 20
+    assert load_or_compute.choose(0, ["remote"] * 5) == 0
+    assert load_or_compute.choose(0, ["remote"] * 20) == 20
 
 
 def test_only_the_blocks_before_a_slow_tier_are_loaded() -> None:
     load_or_compute = measured(loads={"host": (1e-3, 1e-4), "disk": (1.0, 0.1)})
-    assert load_or_compute.choose(0, ["host"] * 3 + ["disk"] * 4).num_blocks == 3
+    assert load_or_compute.choose(0, ["host"] * 3 + ["disk"] * 4) == 3
 
 
 def test_the_time_to_fill_the_pool_counts() -> None:
     load_or_compute = measured(loads={"host": (1e-3, 1e-4)})
     load_or_compute.note_fill(4, 4 * 0.05)
-    num_blocks, load_s, _ = load_or_compute.choose(0, ["host"] * 5)
-    assert num_blocks == 5
-    assert load_s == pytest.approx(1e-3 + 5 * (1e-4 + 0.05))
+    assert load_or_compute.choose(0, ["host"] * 5) == 5
+    assert load_or_compute._load_s({"host": 5}) == pytest.approx(1e-3 + 5 * (1e-4 + 0.05))
     load_or_compute.note_fill(4, 4 * 0.5)
-    assert load_or_compute.choose(0, ["host"] * 5).num_blocks == 0
+    assert load_or_compute.choose(0, ["host"] * 5) == 0
 
 
 def test_a_pool_that_filled_slowly_is_filled_again_after_a_while() -> None:
     load_or_compute = measured(loads={"host": (0.0, 1e-4)})
     load_or_compute.note_fill(4, 4 * 0.1)
     num_not_loaded = 0
-    while not load_or_compute.choose(0, ["host"]).num_blocks:
+    while not load_or_compute.choose(0, ["host"]):
         load_or_compute.shrink_estimates(["host"])
         num_not_loaded += 1
     assert 10 < num_not_loaded < 100
@@ -71,44 +70,44 @@ def test_a_pool_that_filled_slowly_is_filled_again_after_a_while() -> None:
 def test_requests_without_stored_blocks_change_no_estimate() -> None:
     load_or_compute = measured(loads={"host": (0.0, 1e-4)})
     load_or_compute.note_fill(4, 4 * 0.1)
-    before = load_or_compute.choose(0, ["host"])
+    before_s = load_or_compute._load_s({"host": 1})
     for _ in range(100):
         load_or_compute.shrink_estimates([])
-    assert load_or_compute.choose(0, ["host"]) == before
-    assert not before.num_blocks
+    assert load_or_compute._load_s({"host": 1}) == before_s
+    assert not load_or_compute.choose(0, ["host"])
 
 
 def test_queued_blocks_make_a_store_slower() -> None:
     load_or_compute = measured(loads={"host": (0.0, 0.05)})
-    assert load_or_compute.choose(0, ["host"] * 2).num_blocks == 2
+    assert load_or_compute.choose(0, ["host"] * 2) == 2
     load_or_compute.note_start("host", 10)
-    assert load_or_compute.choose(0, ["host"] * 2).num_blocks == 0
+    assert load_or_compute.choose(0, ["host"] * 2) == 0
     load_or_compute.note_end("host", 10, None)
-    assert load_or_compute.choose(0, ["host"] * 2).num_blocks == 2
+    assert load_or_compute.choose(0, ["host"] * 2) == 2
 
 
 def test_times_per_token_are_measured_by_position() -> None:
     load_or_compute = measured(loads={"host": (0.0, 0.1)})
     load_or_compute.note_step(512 * 2e-3, [(8192, 8704)])
-    assert load_or_compute.choose(0, ["host"]).num_blocks == 0
-    assert load_or_compute.choose(8192, ["host"]).num_blocks == 1
-    assert load_or_compute.choose(100_000, ["host"]).num_blocks == 1
+    assert load_or_compute.choose(0, ["host"]) == 0
+    assert load_or_compute.choose(8192, ["host"]) == 1
+    assert load_or_compute.choose(100_000, ["host"]) == 1
 
 
 def test_new_measurements_replace_old_ones() -> None:
     load_or_compute = measured(loads={"host": (0.0, 0.1)})
-    assert load_or_compute.choose(0, ["host"]).num_blocks == 0
+    assert load_or_compute.choose(0, ["host"]) == 0
     for _ in range(200):
         load_or_compute.note_start("host", 4)
         load_or_compute.note_end("host", 4, 4 * 0.01)
-    assert load_or_compute.choose(0, ["host"]).num_blocks == 1
+    assert load_or_compute.choose(0, ["host"]) == 1
 
 
 def test_decode_steps_do_not_count_as_prefill() -> None:
     load_or_compute = measured(loads={"host": (0.0, 0.1)})
     for _ in range(200):
         load_or_compute.note_step(1.0, [(100, 101), (200, 201)])
-    assert load_or_compute.choose(0, ["host"]).num_blocks == 0
+    assert load_or_compute.choose(0, ["host"]) == 0
 
 
 def test_steps_with_more_tokens_have_more_weight() -> None:
@@ -116,12 +115,12 @@ def test_steps_with_more_tokens_have_more_weight() -> None:
     for _ in range(10):
         few.note_step(2 * 3e-3, [(0, 2)])
         many.note_step(512 * 3e-3, [(0, 512)])
-    assert few.choose(0, ["host"]).num_blocks == 0
-    assert many.choose(0, ["host"]).num_blocks == 1
+    assert few.choose(0, ["host"]) == 0
+    assert many.choose(0, ["host"]) == 1
 
 
 def test_without_stored_blocks_nothing_is_loaded() -> None:
-    assert measured().choose(0, []) == LoadDecision(0, None, None)
+    assert measured().choose(0, []) == 0
 
 
 def test_blocks_are_looked_up_if_computing_takes_longer_than_the_lookup() -> None:
@@ -135,8 +134,8 @@ def test_blocks_are_looked_up_if_computing_takes_longer_than_the_lookup() -> Non
 def test_a_tier_that_was_too_slow_is_tried_again_after_a_while() -> None:
     load_or_compute = measured(loads={"disk": (0.0, 0.1)})
     load_or_compute.note_lookup("redis", 0.1)
-    assert not load_or_compute.choose(0, ["disk"]).num_blocks
+    assert not load_or_compute.choose(0, ["disk"])
     for _ in range(40):
         load_or_compute.shrink_estimates(["disk", "redis", "host"])
-    assert load_or_compute.choose(0, ["disk"]).num_blocks
+    assert load_or_compute.choose(0, ["disk"])
     assert load_or_compute.is_lookup_worthwhile("redis", 0, 64)

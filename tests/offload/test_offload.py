@@ -21,12 +21,12 @@ from radixkv.compute.runner import StepResult
 from radixkv.errors import DeadlinePassed, InvalidRequest, StoreLate, StorePaused, StoreUnavailable
 from radixkv.namespace import Namespace
 from radixkv.offload import offload
+from radixkv.offload.block_keys import BlockKeys
 from radixkv.offload.copies import CompleteCopy, Copy
 from radixkv.offload.index.prompt_blocks import FetchedBlocks
-from radixkv.offload.offload import stats_of, stats_of_closed
+from radixkv.offload.offload import Offload
 from radixkv.offload.tiers.block_object import BlockObject
 from radixkv.offload.tiers.block_store import PutOutcome, PutResult
-from radixkv.offload.tiers.tier import Tier
 from radixkv.scheduling.request import Request
 from tests.core_bench import purge_at_once
 from tests.fake_runner import next_token, tokens
@@ -35,10 +35,10 @@ from tests.patience import PATIENCE_S
 from .tiered_bench import (
     BLOCK_SIZE,
     FLOOD,
+    FORMAT,
     PAYLOAD_BYTES,
     PROMPT,
     FakeMover,
-    SteppedStore,
     TieredBench,
     compute_and_evict_prompt,
 )
@@ -555,12 +555,12 @@ def test_loans_are_held_until_the_device_has_copied_the_bytes(monkeypatch: pytes
     other = BlockObject(bytes(32), bytes(32), 0, bytes(BLOCK_SIZE * 4), memoryview(bytes(PAYLOAD_BYTES)))
     assert memory.put([other]).outcomes == (PutOutcome.NO_ROOM,), "all three blocks are lent"
     assert bench.offload.seconds_until_due() == 1.0
-    assert bench.choice.choose(0, ["host"] * 3).num_blocks == 3
+    assert bench.choice.choose(0, ["host"] * 3) == 3
     copy.has_ended = True
     bench.core.step()
     assert memory.put([other]).outcomes == (PutOutcome.STORED,)
     assert bench.offload.seconds_until_due() is None
-    assert bench.choice.choose(0, ["host"] * 3).num_blocks == 0, "the copy took longer than computing the blocks"
+    assert bench.choice.choose(0, ["host"] * 3) == 0, "the copy took longer than computing the blocks"
 
 
 def test_evicted_blocks_are_lost_if_there_is_no_memory_to_copy_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -693,23 +693,25 @@ def test_objects_that_a_store_did_not_take_count_as_refused() -> None:
     (store,) = bench.stores.values()
     store.error = StoreUnavailable("gone")
     bench.evict(12)
-    stats = stats_of(bench.offload.tiers["host"], 5, 7)
+    bench.offload._loader.num_computed_blocks["host"] = 5
+    (stats,) = bench.offload.stats()
     assert (stats.saved_blocks, stats.refused_blocks) == (0, 3)
-    assert (stats.computed_blocks, stats.dropped_blocks) == (5, 7)
+    assert (stats.computed_blocks, stats.dropped_blocks) == (5, 0)
 
 
 def test_an_unused_store_works_and_has_counted_nothing() -> None:
-    store = SteppedStore(3)
-    tier = Tier("host", store, PAYLOAD_BYTES)
-    stats = stats_of(tier, 0, 0)
+    bench = TieredBench(host=3)
+    (stats,) = bench.offload.stats()
     assert (stats.tier, stats.is_working, stats.blocks, stats.missed_blocks) == ("host", True, 0, 0)
-    lookup = tier.exists([bytes(32)])
-    store.run()
+    lookup = bench.offload.tiers["host"].exists([bytes(32)])
+    bench.stores["host"].run()
     assert lookup.result(PATIENCE_S) == [False]
 
 
 def test_a_store_that_could_not_be_opened_does_not_work_and_holds_nothing() -> None:
-    stats = stats_of_closed("disk")
+    bench = TieredBench()
+    offload = Offload(bench.cache, bench.index, [], bench.mover, 0, BlockKeys(FORMAT), bench.choice, unopened=["disk"])
+    (stats,) = offload.stats()
     assert (stats.tier, stats.is_working, stats.blocks, stats.capacity_bytes, stats.saved_blocks) == (
         "disk",
         False,

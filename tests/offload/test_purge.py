@@ -1,12 +1,13 @@
 import gc
 import threading
+import weakref
 from concurrent.futures import Future
 
 import pytest
 
 from radixkv.cache.purge import Purged
 from radixkv.errors import Draining
-from radixkv.offload.purge import Deletion, PendingPurge, _PurgeWaiter, when_deleted
+from radixkv.offload.purge import Deletion, PendingPurge, when_deleted
 from tests.patience import PATIENCE_S, wait_until
 
 
@@ -30,7 +31,7 @@ def test_a_purge_ends_when_the_last_store_has_answered() -> None:
     first.set_result(4)
     assert not purged.done()
     second.set_result(0)
-    assert purged.result(0) == Purged(2, 1, {"host": 7, "disk": 0})
+    assert purged.result(PATIENCE_S) == Purged(2, 1, {"host": 7, "disk": 0})
 
 
 def test_a_purge_reports_stores_that_could_not_be_called() -> None:
@@ -39,7 +40,7 @@ def test_a_purge_reports_stores_that_could_not_be_called() -> None:
     first.set_result(None)
     second.set_result(5)
     third.cancel()
-    assert purged.result(0).stored_blocks == {"host": None, "disk": None}
+    assert purged.result(PATIENCE_S).stored_blocks == {"host": None, "disk": None}
 
 
 def test_the_failure_of_a_purge_is_passed_on() -> None:
@@ -64,25 +65,18 @@ def test_a_store_that_does_not_answer_delays_a_purge_for_a_limited_time() -> Non
     second.set_result(5)  # too late, which has no effect
 
 
-def test_a_purge_that_has_ended_leaves_no_timer() -> None:
-    purge, (first,) = begin_purge("host")
-    purged = when_deleted(purge)
-    first.set_result(4)
-    assert purged.result(0).stored_blocks == {"host": 4}
-    wait_until(lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()))
-
-
 def test_a_purge_that_has_ended_is_freed_without_a_garbage_collection() -> None:
     gc.collect()
     gc.disable()
     try:
         purge, (first, second) = begin_purge("host", "disk")
         purged = when_deleted(purge)
+        references = [weakref.ref(purged), weakref.ref(first)]
         first.set_result(4)
         second.set_result(3)
-        assert purged.result(0).stored_blocks == {"host": 4, "disk": 3}
-        wait_until(lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()))
+        assert purged.result(PATIENCE_S).stored_blocks == {"host": 4, "disk": 3}
+        wait_until(lambda: not any(thread.name == "radixkv-purge" for thread in threading.enumerate()))
         del purge, purged, first, second
-        assert [each for each in gc.get_objects() if type(each) is _PurgeWaiter] == []
+        assert [reference() for reference in references] == [None, None]
     finally:
         gc.enable()

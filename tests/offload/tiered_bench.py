@@ -21,7 +21,7 @@ from radixkv.offload.copies import CompleteCopy, Copy, ReadBlocks
 from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.offload.index.tier_index import SharedTierIndex, TierIndex
 from radixkv.offload.load_or_compute import LoadOrCompute
-from radixkv.offload.offload import Offload, do_nothing
+from radixkv.offload.offload import Offload
 from radixkv.offload.tiers.block_object import BlockObject, object_bytes
 from radixkv.offload.tiers.block_store import Loan, PutResult, StoreSize
 from radixkv.offload.tiers.host import HostStore, map_memory
@@ -169,7 +169,7 @@ class TieredBench(Bench):
         max_bytes: int = 1 << 20,
         num_parts: int = 0,
         retained_share: float = 1.0,
-        wake: Callable[[], None] = do_nothing,
+        wake: Callable[[], None] = lambda: None,
         session_prompt_bytes: int = 0,
         **stores: int | SteppedStore,
     ) -> None:

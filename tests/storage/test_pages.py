@@ -37,3 +37,8 @@ def test_blocks_that_were_never_written_are_not_released() -> None:
     is_free, is_touched = np.ones(8, dtype=np.bool_), np.zeros(8, dtype=np.bool_)
     assert release_pages(pool, is_free, is_touched)
     assert (pool.values == 1).all()
+
+
+def test_a_system_without_transparent_huge_pages_needs_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_NOHUGEPAGE")
+    use_small_pages(KVPool.allocate(8, num_layers=1, num_kv_heads=1, block_size=16, head_dim=64, dtype=torch.float32))

@@ -7,9 +7,9 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,11 @@ from radixkv.offload.block_keys import BlockFormat, BlockKeys, KeyScope
 from radixkv.offload.disk_record import DiskRecord
 from radixkv.offload.index.prompt_blocks import KeyedBlock
 from radixkv.offload.index.tier_index import SharedTierIndex, StoreListener, TierIndex
-from radixkv.offload.tiers.block_object import BlockObject, ObjectFault, Wanted, max_object_bytes
+from radixkv.offload.tiers.block_object import BlockObject, ObjectFault, Wanted
 from radixkv.offload.tiers.block_store import PutOutcome, PutResult, StoreBackend
 from radixkv.offload.tiers.disk import DiskStore
-from radixkv.offload.tiers.guard import CircuitBreaker, CircuitState, GuardedStore, TimerThread
-from radixkv.offload.tiers.open_store import StoreOptions, open_backend
+from radixkv.offload.tiers.guard import GuardedStore, TimerThread
+from radixkv.offload.tiers.open_store import configured_stores, open_backend
 from radixkv.offload.tiers.threaded_store import ThreadedStore
 from radixkv.offload.tiers.tier import Absence, LoadedBlock, Miss, Tier
 from radixkv.startup.tier_secrets import has_protection, mac_of, protection_of, secret_of, unprotected
@@ -63,13 +63,13 @@ def keyed_value(keys: BlockKeys, namespace: Namespace, name: bytes, layout: str 
     return KeyedBlock(keys.child(root, name), root, identity, namespace)
 
 
+@dataclass(frozen=True, slots=True)
 class _OpenTier:
     """A tier, the index of what it holds, and, for the disk, the record of its namespaces and its eviction order."""
 
-    def __init__(self, tier: Tier, index: TierIndex, record: DiskRecord | None) -> None:
-        self.tier = tier
-        self.index = index
-        self.record = record
+    tier: Tier
+    index: TierIndex
+    record: DiskRecord | None
 
 
 class ByteStore:
@@ -317,15 +317,18 @@ class ByteStore:
 
     def _open_tier(self, name: str, backend: StoreBackend, options: TierOptions) -> _OpenTier:
         is_shared = backend.size().max_objects is None
-        circuit = CircuitBreaker(self._timers.now_s, is_known=not is_shared)
         store = GuardedStore(
-            name, ThreadedStore(backend, name=name), self._timers, circuit, limit_s=options.load_limit_s
+            name,
+            ThreadedStore(backend, name=name),
+            self._timers,
+            is_known=not is_shared,
+            limit_s=options.load_limit_s,
         )
         tier = Tier(
             name,
             store,
             self.block_format.payload_bytes,
-            lambda: circuit.state is CircuitState.CLOSED,
+            store.is_working,
             unprotected if name == "host" else protection_of(options.tiers, mac_of(options.tiers, self.block_format)),
             is_shared=is_shared,
         )
@@ -507,20 +510,12 @@ def _open_backends(
     options: TierOptions, block_format: BlockFormat, *, is_shared_only: bool
 ) -> Iterator[tuple[str, StoreBackend]]:
     tiers = options.tiers
-    num_bytes = max_object_bytes(block_format.block_size, block_format.payload_bytes)
-    native = _native_copies() if not is_shared_only else None
-    options_by_store: dict[str, StoreOptions] = {}
-    if tiers.host_bytes is not None and not is_shared_only:
-        options_by_store["host"] = StoreOptions(block_format, num_bytes, tiers.host_bytes, native=native)
-    if tiers.disk_path is not None and not is_shared_only:
-        must_be_private = not (has_protection(tiers) or tiers.trusted)
-        path = str(Path(tiers.disk_path).expanduser())
-        options_by_store["disk"] = StoreOptions(
-            block_format, num_bytes, tiers.disk_bytes, path, native, must_be_private=must_be_private
-        )
-    if tiers.redis_url is not None:
-        options_by_store["redis"] = StoreOptions(block_format, num_bytes, place=tiers.redis_url)
-    for name, store_options in options_by_store.items():
+    if is_shared_only:
+        tiers = replace(tiers, host_bytes=None, disk_path=None)
+    native = None if is_shared_only else _native_copies()
+    must_be_private = not (has_protection(tiers) or tiers.trusted)
+    configured = configured_stores(tiers, {}, block_format, native, must_be_private=must_be_private)
+    for name, store_options in configured.items():
         try:
             yield name, open_backend(name, store_options)
         except StoreError as error:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from radixkv.config import TiersConfig
@@ -23,7 +24,7 @@ class TierOptions:
     """Options of a `ByteStore`.
 
     Attributes:
-        tiers: the stores, and the secrets that protect them.
+        tiers: the stores, and the secrets that protect them. In `disk_path`, `~` is expanded.
         tenants: shares of host memory and of the disk by tenant: `floor`, the fraction that other tenants cannot evict,
             and `ceiling`, the fraction that the tenant cannot exceed.
         other_tenants: shares of each tenant that is not in `tenants`.
@@ -64,6 +65,8 @@ class TierOptions:
                 "redis_url: expected secret_file or encryption_key_file, so that modified blocks are not used; set "
                 "one, or set trusted if no one else can modify the store"
             )
+        if tiers.disk_path is not None:
+            tiers = dataclasses.replace(tiers, disk_path=str(Path(tiers.disk_path).expanduser()))
         if "tenants" in options:
             options["tenants"] = {
                 name: _shares_of(f"tenants.{name}", shares) for name, shares in _table("tenants", options["tenants"])
@@ -73,10 +76,9 @@ class TierOptions:
         _require_types(options)
         return cls(tiers, **options)
 
-    @property
-    def shares_of(self) -> Callable[[str], TierShares]:
-        """A function that returns the shares of a tenant."""
-        return lambda tenant: self.tenants.get(tenant, self.other_tenants)
+    def shares_of(self, tenant: str) -> TierShares:
+        """Return the shares of a tenant."""
+        return self.tenants.get(tenant, self.other_tenants)
 
 
 def _table(path: str, values: object) -> list[tuple[str, Any]]:

@@ -165,7 +165,7 @@ class SizedStores:
         if self._options.tiers.disk_path is None:
             return []
         sizes = []
-        for format_file in sorted(Path(self._options.tiers.disk_path).expanduser().glob("*/format.json")):
+        for format_file in sorted(Path(self._options.tiers.disk_path).glob("*/format.json")):
             try:
                 fields = json.loads(format_file.read_bytes())
                 size = int(fields["payload_bytes"])

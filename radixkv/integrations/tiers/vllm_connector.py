@@ -17,7 +17,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -503,14 +503,10 @@ class _WorkerSide:
         self._format = _key_format(self._options, self._config, self._block_size)
         parallel = self._config.parallel_config
         rank_name = f"rank {self._rank} of {parallel.world_size}, data parallel rank {parallel.data_parallel_rank}"
-        part_format = BlockFormat(  # of the parts of blocks that this rank stores
-            model=self._format.model,
-            dtype=self._format.dtype,
-            kv_dtype=self._format.kv_dtype,
+        part_format = replace(  # of the parts of blocks that this rank stores
+            self._format,
             layout=f"{rank_name}: {self._layers.layout}",
-            block_size=self._format.block_size,
             payload_bytes=self._layers.payload_bytes,
-            computed_by=self._format.computed_by,
         )
         self._store = ByteStore(self._options, part_format, store_keys(self._options, self._format))
         self._store.subscribe(self._changed_keys)

@@ -222,25 +222,43 @@ class OffloadIndex(Listener):
                 self.tiers[name].note_evicted(key, self.retention.priority_of(key))
 
     def retain(
-        self, namespace: Namespace, tokens: bytes, start: int, end: int, num_cached_blocks: int, hint: RetentionHint
-    ) -> tuple[int, int]:
-        """Set the priority of a prompt's stored blocks. Shared stores have no priorities.
+        self, namespace: Namespace, tokens: bytes, retention: Retention, on_device: Grant, now_s: float
+    ) -> Grant:
+        """Set the priority of the stored blocks of a prompt, whatever it was before. Shared stores have no priorities.
 
         Args:
-            namespace, tokens: namespace and tokens of the prompt, as for `find`.
-            start, end: half-open range of its blocks.
-            num_cached_blocks: whole blocks of the prompt that are on the device, whose priority is set there.
-            hint: the priority.
+            namespace, tokens: the prompt, in the form of the cache.
+            retention: the priority and its range.
+            on_device: the grant of the cache.
+            now_s: the time, by the cache's clock.
 
         Returns:
-            Two numbers of consecutive blocks, both counted from the first block of the range that is not on the device:
-            those that have the priority, and those that are stored.
+            The total grant, on the device and in the tiers.
 
-        Complexity: a hash of the tokens up to `end`.
+        Complexity: a hash of the tokens up to the end of the range.
         """
-        path = list(islice(self.key_blocks(namespace, tokens), end))
-        self.retention.set(path, start, hint)
-        return self.retention.granted(path[max(start, num_cached_blocks) :], hint.priority)
+        start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
+        cached_end = end - on_device.uncached_tokens
+        # If the cache refused a part of the range, later blocks get no priority, since they are useless after a gap.
+        retained_end = start + on_device.granted_tokens if on_device.refused_tokens else end
+        expires_s = None if retention.ttl_s is None else now_s + retention.ttl_s
+
+        block_size = self._block_size
+        first_block = start // block_size
+        end_block = -(-retained_end // block_size)  # rounded up
+        path = list(islice(self.key_blocks(namespace, tokens), end_block))
+        self.retention.set(path, first_block, RetentionHint(retention.priority, expires_s))
+        first_uncached_block = max(first_block, cached_end // block_size)
+        num_granted, num_stored = self.retention.granted(path[first_uncached_block:], retention.priority)
+
+        # From blocks to tokens between `cached_end` and `end`.
+        stored_tokens = max(cached_end, min(end, (first_uncached_block + num_stored) * block_size)) - cached_end
+        granted_tokens = max(cached_end, min(end, (first_uncached_block + num_granted) * block_size)) - cached_end
+        refused_tokens = stored_tokens - granted_tokens
+        uncached_tokens = end - cached_end - stored_tokens
+        return on_device._replace(uncached_tokens=0).joined(
+            Grant(granted_tokens, refused_tokens, uncached_tokens, expires_s if granted_tokens else None)
+        )
 
     def take_evicted_blocks(self) -> tuple[list[EvictedBlock], dict[str, list[bytes]]]:
         """Take the queued blocks, and for each tier the keys to evict first if it needs space for them, in order."""
@@ -366,48 +384,3 @@ class OffloadIndex(Listener):
 def _tokens_without_prefixes(namespace: Namespace) -> bytes | None:
     """Return what `set_tokens_of_prefix` describes, as long as no public prefix is known."""
     return None if namespace.public_prefix else b""
-
-
-def grant_stored(
-    offload_index: OffloadIndex,
-    block_size: int,
-    namespace: Namespace,
-    tokens: bytes,
-    retention: Retention,
-    on_device: Grant,
-    now_s: float,
-) -> Grant:
-    """Set the priority of the stored blocks of a prompt, whatever it was before. Shared stores have no priorities.
-
-    Args:
-        offload_index: knows what is stored.
-        block_size: tokens per block.
-        namespace, tokens: the prompt, in the form of the cache.
-        retention: the priority and its range.
-        on_device: the grant of the cache.
-        now_s: the time, by the cache's clock.
-
-    Returns:
-        The total grant, on the device and in the tiers.
-    """
-    start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
-    cached_end = end - on_device.uncached_tokens
-    # If the cache refused a part of the range, later blocks get no priority, since they are useless after a gap.
-    retained_end = start + on_device.granted_tokens if on_device.refused_tokens else end
-    expires_s = None if retention.ttl_s is None else now_s + retention.ttl_s
-    hint = RetentionHint(retention.priority, expires_s)
-
-    first_block = start // block_size
-    end_block = -(-retained_end // block_size)  # rounded up
-    num_cached_blocks = cached_end // block_size
-    num_granted, num_stored = offload_index.retain(namespace, tokens, first_block, end_block, num_cached_blocks, hint)
-
-    # From blocks to tokens between `cached_end` and `end`.
-    first_uncached_block = max(first_block, num_cached_blocks)
-    stored_tokens = max(cached_end, min(end, (first_uncached_block + num_stored) * block_size)) - cached_end
-    granted_tokens = max(cached_end, min(end, (first_uncached_block + num_granted) * block_size)) - cached_end
-    refused_tokens = stored_tokens - granted_tokens
-    uncached_tokens = end - cached_end - stored_tokens
-    return on_device._replace(uncached_tokens=0).joined(
-        Grant(granted_tokens, refused_tokens, uncached_tokens, expires_s if granted_tokens else None)
-    )

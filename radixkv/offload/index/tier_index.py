@@ -181,7 +181,8 @@ class TierIndex:
         self._floored: dict[str, EvictionOrder] = {}
         # Of tenants with a ceiling. Their keys are also in `_order` or `_floored`.
         self._capped: dict[str, EvictionOrder] = {}
-        self._retained: dict[str, dict[bytes, int]] = {}  # priorities above the default by tenant, oldest first
+        # Priorities above the default by tenant, oldest first. A plain dictionary would find its first key slowly.
+        self._retained: dict[str, OrderedDict[bytes, int]] = {}
         self._pending: set[bytes] = set()
         self._rewritten: set[bytes] = set()  # pending keys of which the store may hold an earlier object
         self._turns = itertools.count()
@@ -365,7 +366,7 @@ class TierIndex:
     def _retain(self, key: bytes, priority: int) -> bool:
         """Retain a key with a priority above the default. Returns whether the limits allow it."""
         tenant = self.owned[key].tenant
-        priorities = self._retained.get(tenant, {})
+        priorities = self._retained.get(tenant, OrderedDict())
         max_retained = self._shares_of(tenant).retained * self.num_blocks
         if len(self.retained) >= self.retained_share * self.num_blocks or len(priorities) >= max_retained:
             oldest = next(iter(priorities), None)
@@ -373,14 +374,14 @@ class TierIndex:
                 return False
             self._forget_retained(oldest)
             self._put_last(oldest, DEFAULT_PRIORITY)
-        self._retained.setdefault(tenant, {})[key] = priority
+        self._retained.setdefault(tenant, OrderedDict())[key] = priority
         self.retained.add(key, self.owned[key])
         return True
 
     def _forget_retained(self, key: bytes) -> None:
         tenant = self.owned[key].tenant
-        priorities = self._retained.get(tenant, {})
-        if priorities.pop(key, None) is not None:
+        priorities = self._retained.get(tenant)
+        if priorities is not None and priorities.pop(key, None) is not None:
             self.retained.remove(key)
             if not priorities:
                 del self._retained[tenant]

@@ -193,7 +193,7 @@ class GuardedStore:
         name: name of the store in the log.
         store: the store to guard.
         timers: clock and timers.
-        circuit: the circuit breaker, with the same clock.
+        is_known: whether the store is known to work; see `CircuitBreaker`.
         limit_s: time limit of `get` and `exists`.
         write_limit_s: time limit of `put`, `touch`, `delete` and `probe`, which run in the background.
         purge_limit_s: time limit of `purge`, which may scan all keys.
@@ -204,8 +204,8 @@ class GuardedStore:
         name: str,
         store: BlockStore,
         timers: Timers,
-        circuit: CircuitBreaker,
         *,
+        is_known: bool = True,
         limit_s: float = 0.5,
         write_limit_s: float = 10.0,
         purge_limit_s: float = 60.0,
@@ -213,7 +213,7 @@ class GuardedStore:
         self._name = name
         self._store = store
         self._timers = timers
-        self._circuit = circuit
+        self._circuit = CircuitBreaker(timers.now_s, is_known=is_known)
         self._limit_s = limit_s
         self._write_limit_s = write_limit_s
         self._purge_limit_s = purge_limit_s
@@ -241,6 +241,10 @@ class GuardedStore:
     def purge(self, scope: KeyScope) -> Future[int]:
         """Delete all objects whose keys are in a scope."""
         return self._call(lambda: self._store.purge(scope), self._purge_limit_s)
+
+    def is_working(self) -> bool:
+        """Whether calls are made as usual; false unless the circuit breaker is closed."""
+        return self._circuit.state is CircuitState.CLOSED
 
     def probe(self) -> None:
         """Probe the store with a key that no block has, without waiting for the answer."""

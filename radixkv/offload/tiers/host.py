@@ -64,7 +64,8 @@ class HostStore(StoreBackend):
         outcomes = []
         evicted = []
         for each in objects:
-            if each.num_bytes > self._slot_bytes:
+            num_bytes = each.num_bytes
+            if num_bytes > self._slot_bytes:
                 outcomes.append(PutOutcome.TOO_LARGE)
                 continue
             with self._lock:
@@ -76,7 +77,7 @@ class HostStore(StoreBackend):
             if slot is None:
                 outcomes.append(PutOutcome.NO_ROOM)
                 continue
-            self._write(each, slot)
+            self._write(each, num_bytes, slot)
             outcomes.append(PutOutcome.STORED)
         return PutResult(tuple(outcomes), tuple(evicted))
 
@@ -107,16 +108,16 @@ class HostStore(StoreBackend):
         with self._lock:
             self._table = SlotTable(0)
 
-    def _write(self, block_object: BlockObject, slot: int) -> None:
+    def _write(self, block_object: BlockObject, num_bytes: int, slot: int) -> None:
         position = slot * self._slot_bytes
         try:
-            block_object.write_to(self._arena[position : position + block_object.num_bytes], self._native)
+            block_object.write_to(self._arena[position : position + num_bytes], self._native)
         except BaseException:
             with self._lock:
                 self._table.abandon(block_object.key, slot)
             raise
         with self._lock:
-            self._table.publish(block_object.key, SlotEntry(slot, block_object.generation, block_object.num_bytes))
+            self._table.publish(block_object.key, SlotEntry(slot, block_object.generation, num_bytes))
 
     def _lend(self, entry: SlotEntry) -> Loan:
         start = entry.slot * self._slot_bytes

@@ -9,6 +9,7 @@ from collections.abc import Set
 from io import FileIO
 from pathlib import Path
 
+from radixkv.durable_file import replace_file
 from radixkv.namespace import Namespace
 
 _log = logging.getLogger(__name__)
@@ -94,26 +95,21 @@ class NamespaceFile:
         self._file.close()
 
     def _append(self, line: bytes) -> None:
-        data = b"\n" + line if self._is_cut else line
+        unwritten = memoryview(b"\n" + line if self._is_cut else line)
         self._is_cut = True
-        _write_all(self._file, data)
+        while unwritten:
+            num_written = self._file.write(unwritten) or 0
+            unwritten = unwritten[num_written:]
         self._is_cut = False
 
     def _replace_file(self) -> None:
         with self._lock:
             by_root = dict(self._by_root)
             num_useless = self._num_useless
-        partial = self._path.with_suffix(".partial")
-        partial.unlink(missing_ok=True)
-        file = _open(partial)
-        try:
-            _write_all(file, b"".join(_line(root, namespace) for root, namespace in by_root.items()))
-            partial.replace(self._path)
-        except OSError:
-            file.close()
-            raise
+        replace_file(self._path, b"".join(_line(root, namespace) for root, namespace in by_root.items()))
+        new_file = _open(self._path)
         self._file.close()
-        self._file = file
+        self._file = new_file
         self._is_cut = False
         with self._lock:
             self._num_useless -= num_useless
@@ -130,10 +126,3 @@ def _open(path: Path) -> FileIO:
 def _line(root: bytes, namespace: Namespace) -> bytes:
     names = (namespace.model, namespace.tenant, namespace.adapter, namespace.salt)
     return json.dumps([root.hex(), *names]).encode() + b"\n"
-
-
-def _write_all(file: FileIO, data: bytes) -> None:
-    unwritten = memoryview(data)
-    while unwritten:
-        num_written = file.write(unwritten) or 0
-        unwritten = unwritten[num_written:]

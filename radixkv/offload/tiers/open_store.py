@@ -1,16 +1,18 @@
-"""Opens backends by name: those of radixkv, and those of installed packages."""
+"""Opens backends by name: those of radixkv, and those of installed packages. Lists the stores that are configured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from radixkv.config import StoreConfig, TiersConfig
 from radixkv.config.needed_package import require_package
 from radixkv.errors import ConfigError
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.offload.block_keys import BlockFormat
+from radixkv.offload.tiers.block_object import max_object_bytes
 from radixkv.offload.tiers.block_store import StoreBackend
 from radixkv.offload.tiers.host import HostStore, map_memory
 
@@ -41,6 +43,39 @@ class StoreOptions:
     native: NativeCopies | None = None
     map_memory: Callable[[int], memoryview] = map_memory
     must_be_private: bool = False
+
+
+def configured_stores(
+    config: TiersConfig,
+    plugin_stores: Mapping[str, StoreConfig],
+    block_format: BlockFormat,
+    native: NativeCopies | None,
+    map_memory: Callable[[int], memoryview] = map_memory,
+    *,
+    must_be_private: bool,
+) -> dict[str, StoreOptions]:
+    """Return the options of the configured stores by name, the fastest first.
+
+    Args:
+        config: the section `tiers`.
+        plugin_stores: stores of plug-ins, by the names of their entry points.
+        block_format, native, map_memory, must_be_private: see `StoreOptions`.
+    """
+    num_bytes = max_object_bytes(block_format.block_size, block_format.payload_bytes)
+    options: dict[str, StoreOptions] = {}
+    if config.host_bytes is not None:
+        options["host"] = StoreOptions(block_format, num_bytes, config.host_bytes, native=native, map_memory=map_memory)
+    if config.disk_path is not None:
+        options["disk"] = StoreOptions(
+            block_format, num_bytes, config.disk_bytes, config.disk_path, native, must_be_private=must_be_private
+        )
+    if config.redis_url is not None:
+        options["redis"] = StoreOptions(block_format, num_bytes, place=config.redis_url)
+    if config.mooncake_master is not None:
+        options["mooncake"] = StoreOptions(block_format, num_bytes, config.mooncake_bytes, config.mooncake_master)
+    for name, store in plugin_stores.items():
+        options[name] = StoreOptions(block_format, num_bytes, store.max_bytes, store.place)
+    return options
 
 
 OpenBackend = Callable[[StoreOptions], StoreBackend]

@@ -21,6 +21,7 @@ from radixkv.integrations.tiers import byte_store
 from radixkv.integrations.tiers.byte_store import ByteStore, call_when_done, keyed_value
 from radixkv.namespace import Namespace
 from radixkv.offload.block_keys import BlockFormat
+from radixkv.offload.tiers import guard
 from radixkv.offload.tiers.block_object import BlockObject
 from radixkv.offload.tiers.block_store import Loan, PutResult
 from radixkv.offload.tiers.host import HostStore
@@ -267,13 +268,13 @@ def install_failing_host(
             return failing_stores[-1]
 
         monkeypatch.setattr(byte_store, "open_backend", open_failing)
-        monkeypatch.setattr(byte_store, "CircuitBreaker", _NeverOpen)
+        monkeypatch.setattr(guard, "CircuitBreaker", _NeverOpen)
         return failing_stores
 
     return install
 
 
-class _NeverOpen(byte_store.CircuitBreaker):
+class _NeverOpen(guard.CircuitBreaker):
     """Never switches a store off, however often it fails."""
 
     def fail(self, num_trials: int) -> bool:

@@ -26,6 +26,11 @@ def test_options_are_those_of_section_tiers_and_quotas() -> None:
     assert options.load_limit_s == 1
 
 
+def test_a_disk_path_may_begin_with_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/alice")
+    assert TierOptions.of({"disk_path": "~/kv"}).tiers.disk_path == "/home/alice/kv"
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

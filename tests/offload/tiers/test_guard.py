@@ -10,7 +10,7 @@ import pytest
 
 from radixkv.errors import StoreBusy, StoreLate, StorePaused, StoreUnavailable
 from radixkv.offload.tiers.block_store import Loan, StoreSize
-from radixkv.offload.tiers.guard import CircuitBreaker, CircuitState, GuardedStore
+from radixkv.offload.tiers.guard import GuardedStore
 from radixkv.offload.tiers.tier import Absence, Tier
 from tests.patience import PATIENCE_S
 
@@ -70,9 +70,8 @@ class Guarded:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.inner = SilentStore()
-        self.circuit = CircuitBreaker(self.clock.now_s, max_failures=3, first_pause_s=1.0, max_pause_s=60.0)
         limits = {"limit_s": LIMIT_S, "write_limit_s": WRITE_LIMIT_S}
-        self.store = GuardedStore("shared", self.inner, self.clock, self.circuit, **limits)
+        self.store = GuardedStore("shared", self.inner, self.clock, **limits)
 
     def time_out(self, num_calls: int) -> None:
         """Make calls, and wait until they have timed out."""
@@ -92,7 +91,7 @@ def test_an_answer_within_the_limit_is_passed_on(guarded: Guarded) -> None:
         call.set_result(number)
     assert [call.result(0) for call in calls] == [0, 1, 2, 3]
     guarded.clock.advance(100)
-    assert guarded.circuit.state is CircuitState.CLOSED
+    assert guarded.store.is_working()
     assert guarded.store.size() == StoreSize(1, 2, 3)
     guarded.store.close()
     assert guarded.inner.is_closed
@@ -135,21 +134,20 @@ def test_the_circuit_opens_after_repeated_failures(guarded: Guarded, caplog: pyt
     guarded.time_out(3)
     assert isinstance(guarded.store.get([]).exception(0), StorePaused)
     assert len(guarded.inner.calls) == 3
-    assert guarded.circuit.state is CircuitState.OPEN
+    assert not guarded.store.is_working()
     assert caplog.text.count("store shared: switched off for a while after failures") == 1
 
 
 def test_a_failed_probe_opens_the_circuit_of_an_unknown_store(guarded: Guarded) -> None:
-    circuit = CircuitBreaker(guarded.clock.now_s, is_known=False)
-    store = GuardedStore("shared", guarded.inner, guarded.clock, circuit)
+    store = GuardedStore("shared", guarded.inner, guarded.clock, is_known=False)
     store.probe()
-    assert circuit.state is CircuitState.CLOSED
+    assert store.is_working()
     guarded.inner.calls[0].set_exception(StoreUnavailable("down"))
-    assert circuit.state is CircuitState.OPEN
+    assert not store.is_working()
     guarded.clock.advance(1.0)
     store.get([])
     guarded.inner.calls[1].set_result([])
-    assert circuit.state is CircuitState.CLOSED
+    assert store.is_working()
 
 
 def test_one_trial_call_follows_each_pause_and_pauses_grow(guarded: Guarded) -> None:
@@ -169,7 +167,7 @@ def test_a_store_that_answers_again_is_used_again(guarded: Guarded, caplog: pyte
     guarded.clock.advance(1.0)
     guarded.store.get([])
     guarded.inner.calls[-1].set_result([])
-    assert guarded.circuit.state is CircuitState.CLOSED
+    assert guarded.store.is_working()
     guarded.store.get([])
     guarded.store.get([])
     assert len(guarded.inner.calls) == 6
@@ -180,7 +178,7 @@ def test_a_full_queue_is_no_failure_of_the_store(guarded: Guarded) -> None:
     for _ in range(10):
         guarded.store.get([])
         guarded.inner.calls[-1].set_exception(StoreBusy("full"))
-    assert guarded.circuit.state is CircuitState.CLOSED
+    assert guarded.store.is_working()
 
 
 def test_a_cancelled_call_is_passed_on_and_is_no_failure(guarded: Guarded) -> None:
@@ -188,7 +186,7 @@ def test_a_cancelled_call_is_passed_on_and_is_no_failure(guarded: Guarded) -> No
         assert guarded.store.get([]).cancel()
     assert all(call.cancelled() for call in guarded.inner.calls)
     guarded.clock.advance(100)
-    assert guarded.circuit.state is CircuitState.CLOSED
+    assert guarded.store.is_working()
 
 
 def test_a_cancelled_trial_is_followed_by_another(guarded: Guarded) -> None:
@@ -197,7 +195,7 @@ def test_a_cancelled_trial_is_followed_by_another(guarded: Guarded) -> None:
     guarded.store.get([]).cancel()
     guarded.store.get([])
     guarded.inner.calls[-1].set_result([])
-    assert guarded.circuit.state is CircuitState.CLOSED
+    assert guarded.store.is_working()
 
 
 def test_an_earlier_call_that_times_out_during_a_trial_does_not_end_the_trial(guarded: Guarded) -> None:

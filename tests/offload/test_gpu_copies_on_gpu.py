@@ -1,4 +1,4 @@
-"""Copies between a GPU and host memory, like `test_device_copies.py`, but with the streams of a real GPU."""
+"""Copies between a GPU and host memory, like `test_gpu_copies.py`, but with the streams of a real GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.offload.block_mover import BlockMover, GpuCopies
-from radixkv.offload.device_copies import CopyStream
-from radixkv.offload.pinned_memory import StagingSlots, map_pinned_memory, staging_stride
+from radixkv.offload.block_mover import BlockMover
+from radixkv.offload.gpu_copies import CopyStream, GpuCopies, StagingSlots, map_pinned_memory, staging_stride
 
 pytestmark = [
     pytest.mark.gpu,
