@@ -307,7 +307,7 @@ class Lease:
                 state.pins.count_pinned(node, -node.num_blocks)
             num_old_blocks = 0  # all blocks of the leaf are new
         if node.priority != DEFAULT_PRIORITY or node.has_expired:
-            state.retained.end_after(node, num_old_blocks)
+            state.retained.reset_after(node, num_old_blocks)
 
     def reserve(self, num_tokens: int) -> None:
         """Allocate blocks for tokens that `extend` will add, or to replace blocks that `release_last` returned.

@@ -106,7 +106,8 @@ class RetainedNodes(Listener):
     ) -> tuple[Grant, list[Node]]:
         """Give the cached tokens in `[start, end)` of a prompt a priority, as many from `start` on as may be retained.
 
-        A path of more than 256 nodes is not split; only whole nodes of it get the priority.
+        Nodes are split at the ends of the range, unless their path has more than 256 nodes: then only nodes that are in
+        the range as a whole get the priority (see `NamespaceTrees.nodes_in_range`).
 
         Args:
             tree: where to look; None if the namespace has no tree.
@@ -138,7 +139,7 @@ class RetainedNodes(Listener):
         refused_tokens = cached_upto - start - granted_tokens
         return Grant(granted_tokens, refused_tokens, end - cached_upto, min(expiry_times_s, default=None)), granted
 
-    def end_after(self, leaf: Node, num_blocks: int) -> None:
+    def reset_after(self, leaf: Node, num_blocks: int) -> None:
         """Give the blocks after the first `num_blocks` of a grown leaf the default priority, by splitting the leaf."""
         if leaf.num_blocks > num_blocks:
             if num_blocks:
@@ -192,11 +193,11 @@ class RetainedNodes(Listener):
             self._count(leaf, num_new_blocks)
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """Give the upper half of a node that a use has split the priority of the node; the lower half keeps it."""
+        """Copy the priority of a node, which a request has split, to its new upper half."""
         self.cut(lower)
 
     def cut(self, lower: Node) -> None:
-        """Give the upper half of a node that the cache has split the priority of the node; the lower half keeps it."""
+        """Copy the priority of a node, which the cache itself has split, to its new upper half."""
         upper = lower.parent
         assert upper is not None
         upper.priority = lower.priority

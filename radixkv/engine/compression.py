@@ -70,8 +70,8 @@ class Compressor:
     def _compress(self, request: Request, compression: Compression, lease: Lease) -> KeptEntries:
         """Copy the kept entries of a prompt to private blocks, and release its shared blocks.
 
-        The prompt of a request that must not read the cache is not published yet. It is published after the copy, since
-        a commit may replace the blocks of the request by equal blocks of other requests.
+        Usually the prompt has been published already. That of a request that must not read the cache is published here,
+        after the copy, since a commit may replace the blocks of the request by equal blocks of other requests.
         """
         params = request.params
         prompt = chunk_of(Slice(request, 0, params.num_tokens))

@@ -156,7 +156,7 @@ def _savings(group: MissGroup, computed_tokens: int, price: float | None, *, who
         group: the prompts with the cause.
         computed_tokens: number of tokens of which the saved or lost tokens are shown as a share.
         price: price of a million computed tokens; None to print no money.
-        whole: name of these tokens in the text.
+        whole: what the text calls the `computed_tokens`.
     """
     tokens, seconds = group.saved_tokens, group.saved_s
     if tokens is None:
@@ -171,7 +171,8 @@ def _savings(group: MissGroup, computed_tokens: int, price: float | None, *, who
 
 def _group(cause: DiagnosedCause) -> MissGroup:
     names = {each.value for each in MissCause}
-    kind = MissCause(cause.cause) if cause.cause in names else MissCause.REPLACED  # a newer server has more causes
+    # A newer server may report a cause that this client does not know. REPLACED is the most general one.
+    kind = MissCause(cause.cause) if cause.cause in names else MissCause.REPLACED
     return MissGroup(
         GroupKey(kind, cause.place, cause.pattern),
         cause.prompts,

@@ -25,8 +25,8 @@ class TokenizerDirectory:
         backend: the tokenizer of the package tokenizers.
         special_tokens: text of special tokens by name, such as `bos_token`.
         chat_templates: templates by name; the name of the unnamed one is `DEFAULT_TEMPLATE`.
-        response_template: how the model writes its answers, as JSON text in transformers' form; an empty string, as
-            JSON text, if not given.
+        response_template: how the model writes its answers, as JSON text in transformers' form; if not given, the two
+            characters `""`.
         is_cleaned_up: whether spaces before punctuation are removed from decoded text.
     """
 

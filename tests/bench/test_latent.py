@@ -22,7 +22,7 @@ def test_both_variants_are_timed_and_reported(tmp_path: Path, capsys: pytest.Cap
         assert all(row[f"{name}_{unit}"] > 0 for name in names for unit in ("ms", "processor_ms"))
     first, second = result["rows"]
     assert first["latent_cold_ms"] == second["latent_cold_ms"], (
-        "the cold variant is measured once for all numbers of new tokens"
+        "the cold prefill is measured once for all numbers of new tokens"
     )
     assert result["command"].startswith("python -m bench.latent --layers 2")
     assert len(capsys.readouterr().out.splitlines()) == 4

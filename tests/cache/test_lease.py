@@ -62,7 +62,7 @@ class TestHeadroom:
         publish(cache, "aaaabbbbccccddddeeeeffff")
         assert cache.lease(MODEL, spell("aaaabb11"), num_headroom_blocks=6).cached_tokens == 4
 
-    def test_a_ceiling_is_the_reason_only_if_it_is_nearer(self) -> None:
+    def test_the_quota_is_named_only_if_it_leaves_fewer_blocks_than_the_pool(self) -> None:
         cache = PrefixCache(8, 4, quotas={MODEL.tenant: Quota(ceiling_blocks=3)})
         with pytest.raises(OutOfBlocks):
             cache.lease(MODEL, spell("aaaabbbbccccdddd"), num_headroom_blocks=6)
@@ -170,7 +170,9 @@ class TestAdjacentBlocks:
             second.extend(spell("xy"))
         assert (first.block_ids.tolist(), second.block_ids.tolist()) == ([0, 1, 2, 3], [5, 6, 7, 8])
 
-    def test_a_lease_beyond_its_room_continues_behind_the_others(self, cache: PrefixCache) -> None:
+    def test_a_lease_that_exceeds_its_expected_tokens_continues_after_the_blocks_of_others(
+        self, cache: PrefixCache
+    ) -> None:
         first = cache.lease(MODEL, spell("abcd"), num_expected_tokens=8)
         cache.lease(MODEL, spell("ghijkl"))
         for _ in range(4):
@@ -218,7 +220,9 @@ class TestReserve:
         cache.check()
 
     @pytest.mark.parametrize("num_tokens", [7, 9, 13])
-    def test_a_published_end_is_copied_into_a_reserved_block(self, cache: PrefixCache, num_tokens: int) -> None:
+    def test_a_partly_filled_published_block_is_copied_into_a_reserved_block(
+        self, cache: PrefixCache, num_tokens: int
+    ) -> None:
         lease = lease_text(cache, "abcdef")
         lease.reserve(num_tokens)
         lease.commit(6)
@@ -300,7 +304,7 @@ class TestExtend:
         lease.extend(spell("efghi"))
         assert lease.block_ids.size == 3
 
-    def test_a_published_end_is_never_written_again_but_copied(self, cache: PrefixCache) -> None:
+    def test_a_partly_filled_published_block_is_copied_before_it_is_extended(self, cache: PrefixCache) -> None:
         lease = lease_text(cache, "abcdef")
         lease.commit(6)
         first, second = lease.block_ids.tolist()
@@ -386,7 +390,7 @@ def test_private_blocks_are_reserved_in_addition_to_the_shared_ones() -> None:
     assert (cache.pool.num_leased, cache.num_pinned_blocks) == (0, 0)
 
 
-def test_a_private_lease_publishes_nothing() -> None:
+def test_a_lease_publishes_nothing_after_it_has_left_the_shared_blocks() -> None:
     cache = PrefixCache(num_blocks=16, block_size=4)
     with private_lease(cache, "abcdefghij", 6) as lease:
         lease.commit(10)

@@ -73,7 +73,7 @@ def test_sizes_are_read():
         ("phi3", {"rope.dimension_count": 12}, {"partial_rotary_factor": 0.75}),
     ],
 )
-def test_defaults_of_llama_cpp_for_missing_fields(architecture, values, expected):
+def test_fields_are_derived_as_in_llama_cpp(architecture, values, expected):
     values = {key.replace(".", "__"): value for key, value in values.items()}
     if architecture != "phi3":
         values["attention__value_length"] = values.get("attention__key_length")
@@ -167,7 +167,7 @@ def test_every_architecture_has_a_class_of_transformers():
 
 
 def test_every_header_is_read_or_refused():
-    """The headers have values of other types and ranges, for random keys of every architecture."""
+    """The headers have values of wrong types and sizes for random keys of every architecture."""
     rng = random.Random(3)
     odd_values = (0, 1, -1, 2**40, 0.0, -2.5, float("nan"), float("inf"), True, "x", "", (), (1, 2), ("a",), (3, 3, 3))
     keys = [*VALUES, "attention.key_length", "attention.value_length", "attention.sliding_window", "rope.freq_base"]

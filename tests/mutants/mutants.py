@@ -313,7 +313,7 @@ CACHE_MUTANTS = (
         "cache/retained_nodes.py", "            self._set_expiry(upper, lower.expiry_entry[0])\n", "            pass\n"
     ),
     Mutant("cache/retained_nodes.py", "node.expiry_entry[0] >= expires_s", "node.expiry_entry[0] < expires_s"),
-    Mutant("cache/lease.py", "            state.retained.end_after(node, num_old_blocks)\n", "            pass\n"),
+    Mutant("cache/lease.py", "            state.retained.reset_after(node, num_old_blocks)\n", "            pass\n"),
     Mutant("cache/lease.py", " or self.is_revoked:", ":"),
     Mutant("cache/prefix_cache.py", "        for node in nodes:\n            self._queue.requeue(node)\n", ""),
     Mutant("cache/pins.py", "        self._policy.note_awaits(node)\n        self._queue.requeue(node)\n", ""),

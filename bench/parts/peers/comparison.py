@@ -29,7 +29,7 @@ def compare(
 
     Args:
         samples: samples of each engine, by repetition; an engine that crashed has fewer, or none.
-        min_s: minimum time of one unit on this machine; None if unknown.
+        min_s: the limit of this machine for the time of one `row.unit` (see `machine_limits`); None if unknown.
 
     Returns:
         The row with, for each engine, medians and all samples of wall and CPU time in seconds, and the number of its
@@ -94,7 +94,7 @@ def count_different(repetitions: Sequence[Mapping[str, Sequence[int]]]) -> dict[
 
 
 def _first_tokens_by_repetition(samples: Mapping[str, Sequence[PeerSample]]) -> list[dict[str, tuple[int, ...]]]:
-    """Return the first tokens of the engines that have a sample of a repetition, for each repetition."""
+    """Return, for each repetition, the first tokens of the engines that have a sample of it."""
     num_repetitions = max(map(len, samples.values()), default=0)
     return [
         {engine: each[index].first_tokens for engine, each in samples.items() if index < len(each)}

@@ -11,7 +11,7 @@ from radixkv.cache.lease import Lease
 from radixkv.cache.node import path_to
 from radixkv.errors import UnknownLease
 from radixkv.offload.block_mover import BlockMover
-from radixkv.offload.index.prompt_blocks import KeyBlocks, KeyedBlock
+from radixkv.offload.index.prompt_blocks import BlockKeyFunction, KeyedBlock
 from radixkv.offload.tiers.block_mac import BlockMac
 from radixkv.offload.tiers.block_object import BlockObject
 from radixkv.scheduling.held_leases import HeldLeases
@@ -47,7 +47,7 @@ class LeaseExporter:
         self,
         held_leases: HeldLeases,
         mover: BlockMover,
-        key_blocks: KeyBlocks,
+        key_blocks: BlockKeyFunction,
         layer_bytes: LayerBytes,
     ) -> None:
         self._held_leases = held_leases

@@ -14,7 +14,7 @@ from radixkv.engine.transfer.lease_exporter import LeaseBlocks, LeaseExporter
 from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.offload.block_keys import BlockFormat
 from radixkv.offload.block_mover import BlockMover
-from radixkv.offload.index.prompt_blocks import KeyBlocks, KeyedBlock
+from radixkv.offload.index.prompt_blocks import BlockKeyFunction, KeyedBlock
 from radixkv.offload.tiers.block_mac import BlockMac
 from radixkv.offload.tiers.block_object import BlockObject, ObjectFault, Wanted, object_bytes, open_object
 from radixkv.offload.tiers.rejected_blocks import RejectedBlocks
@@ -39,7 +39,7 @@ class TransferParts:
     """
 
     mover: BlockMover
-    key_blocks: KeyBlocks
+    key_blocks: BlockKeyFunction
     block_format: BlockFormat
     config: TransferConfig
     sources: Mapping[str, KVSourceConfig]

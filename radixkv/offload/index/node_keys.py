@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from radixkv.cache.node import Node, path_to
-from radixkv.offload.index.prompt_blocks import KeyBlocks, KeyedBlock
+from radixkv.offload.index.prompt_blocks import BlockKeyFunction, KeyedBlock
 from radixkv.tokens import TOKEN_BYTES
 
 
@@ -26,7 +26,7 @@ class NodeKeys:
         block_size: tokens per block.
     """
 
-    def __init__(self, key_blocks: KeyBlocks, block_size: int) -> None:
+    def __init__(self, key_blocks: BlockKeyFunction, block_size: int) -> None:
         self._key_blocks = key_blocks
         self._block_bytes = block_size * TOKEN_BYTES
 

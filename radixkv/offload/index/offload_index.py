@@ -13,7 +13,7 @@ from radixkv.cache.node import Node, path_to
 from radixkv.cache.window_pool import NO_PART
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from radixkv.offload.index.node_keys import NodeKeys
-from radixkv.offload.index.prompt_blocks import KeyBlocks, KeyedBlock, StoredBlock
+from radixkv.offload.index.prompt_blocks import BlockKeyFunction, KeyedBlock, StoredBlock
 from radixkv.offload.index.retention import RetentionHint, StoredRetention
 from radixkv.offload.index.tier_index import StoreListener, TierIndex
 from radixkv.offload.index.used_nodes import UsedNodes
@@ -67,7 +67,7 @@ class OffloadIndex(Listener):
     def __init__(
         self,
         tiers: Sequence[TierIndex],
-        key_blocks: KeyBlocks,
+        key_blocks: BlockKeyFunction,
         block_size: int,
         part_of: Callable[[int], int | None] = lambda block_id: None,
     ) -> None:

@@ -15,8 +15,8 @@ class KeyedBlock(NamedTuple):
     Attributes:
         key: key of the block.
         parent: key of the block before it, or of the namespace's root.
-        tokens: the block's own tokens without marks, little-endian uint32.
-        namespace: the namespace that owns the block; with the invoked adapter if one computed the block.
+        tokens: the block's own tokens, little-endian uint32, without the marks of an invoked adapter (`Invocation`).
+        namespace: the namespace that owns the block. If an invoked adapter computed the block, it names that adapter.
     """
 
     key: bytes
@@ -25,7 +25,7 @@ class KeyedBlock(NamedTuple):
     namespace: Namespace
 
 
-class KeyBlocks(Protocol):
+class BlockKeyFunction(Protocol):
     """A function that computes the keys of a prompt's blocks."""
 
     def __call__(self, namespace: Namespace, tokens: bytes, parent: bytes | None = None, /) -> Iterator[KeyedBlock]:

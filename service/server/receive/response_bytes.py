@@ -10,7 +10,7 @@ from radixkv.api.sampling import MAX_TOP_LOGPROBS
 # Copies in the engine's result, the serialized message, and gRPC.
 _NUM_COPIES = 3
 _LOGIT_BYTES = 4
-# A log probability with its token: 8 bytes in the engine, at most 13 in a message.
+# Upper bound for a copy of a log probability with its token: 8 bytes in the engine, at most 13 in a message.
 _LOGPROB_BYTES = 16
 
 # By the name of a request's message: a function that returns the number of prompt tokens and the message with the field

@@ -50,17 +50,18 @@ class UnsentTokens:
 class TokenStream:
     """Passes the tokens of a call's completions from the engine's thread to the event loop.
 
-        put ─▶ unsent ─▶ take ─▶ serialized into a response, which gRPC sends ─▶ get: it was sent
-               └ counted as held for the quota key ───────────────────────────────┘
+        put ─▶ unsent ─▶ take ─▶ serialized into a response, which gRPC sends ─▶ the next get
+               └ their bytes are held by the quota key ───────────────────────────┘
 
-    When the quota key holds too much, unsent tokens are dropped and the call ends.
+    The caller calls `get` again only after gRPC has sent the response, so `get` releases the bytes. When the quota key
+    (the party that the call is charged to) holds too many bytes, unsent tokens are dropped and the call ends.
 
     Args:
         mailbox: delivers the tokens.
         held_bytes: counts the bytes of all calls.
         key: the quota key that the bytes are charged to.
         cancel: cancels the completions when too much is held.
-        turns: the turns of all streams of the server.
+        turns: lets the streams of the server continue one after another.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class TokenStream:
     def keep(self, index: int, tokens: GeneratedTokens) -> None:
         """Add tokens of a completion that is sent as a whole, but only if they have log probabilities.
 
-        The result lacks the log probabilities of these tokens, so they are collected here. They do not count as an
-        update. Called on the engine's thread.
+        The result lacks the log probabilities of these tokens, so they are collected here. They do not make `get`
+        return. Called on the engine's thread.
         """
         if tokens.logprobs:
             self._mailbox.post(self._add, index, tokens, False)
