@@ -39,8 +39,11 @@ class Invocation(NamedTuple):
 
 
 def strip_marks(tokens: bytes | bytearray) -> bytes:
-    """Return tokens without their marks. Complexity: a copy."""
-    return (np.frombuffer(tokens, "<u4") & np.uint32(MAX_INVOKED_VOCAB - 1)).tobytes()
+    """Return tokens without their marks. Complexity: O(tokens); bytes without marks are returned without a copy."""
+    ids = np.frombuffer(tokens, "<u4")
+    if not ids.size or ids.max() < MAX_INVOKED_VOCAB:
+        return bytes(tokens)
+    return (ids & np.uint32(MAX_INVOKED_VOCAB - 1)).tobytes()
 
 
 class InvocationMarks:

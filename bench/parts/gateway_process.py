@@ -52,7 +52,10 @@ class GatewayProcess(LoggedProcess):
     def _start(self) -> str:
         if importlib.util.find_spec("smg") is None:
             raise ConfigError(missing_package("smg", "gateway"))
-        port, metrics_port = free_port(), free_port()
+        ports: set[int] = set()
+        while len(ports) < 2:
+            ports.add(free_port())
+        port, metrics_port = ports
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "smg", "launch", "--policy", "cache_aware"),

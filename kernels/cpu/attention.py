@@ -62,7 +62,11 @@ def paged_attention(
     for group in groups:
         rows = _rows_of(_select(query, 0, group.tokens), pool.num_kv_heads)
         attended = _attend_group(rows, pool, layer, group, scoring)[..., :head_dim]
-        outputs[:, group.tokens] = torch.unflatten(attended.to(query.dtype), 1, (group.num_tokens, -1))
+        by_token = torch.unflatten(attended.to(query.dtype), 1, (group.num_tokens, -1))
+        if isinstance(group.tokens, slice):
+            outputs[:, group.tokens] = by_token
+        else:
+            outputs.index_copy_(1, group.tokens, by_token)
     return output
 
 
@@ -76,8 +80,16 @@ def _rows_of(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         `[num_kv_heads, num_rows + padding, head_dim + padding]`. The padding is zeros; that of the rows lets any range
         of rows be extended to a multiple of `ROWS_MULTIPLE`.
     """
-    by_head = torch.unflatten(query, 1, (num_kv_heads, -1)).transpose(0, 1)  # by KV head, token, query head in a group
-    return pad(by_head.flatten(1, 2), (0, missing_dims(query.shape[2], query.dtype), 0, ROWS_MULTIPLE - 1))
+    num_tokens, num_query_heads, head_dim = query.shape
+    # [num_kv_heads, num_tokens, group_size, head_dim]
+    by_head = torch.unflatten(query, 1, (num_kv_heads, -1)).transpose(0, 1)
+    num_rows = num_tokens * (num_query_heads // num_kv_heads)
+    padded_dim = head_dim + missing_dims(head_dim, query.dtype)
+    rows = query.new_empty(num_kv_heads, num_rows + ROWS_MULTIPLE - 1, padded_dim)
+    torch.unflatten(rows[:, :num_rows, :head_dim], 1, by_head.shape[1:3]).copy_(by_head)
+    rows[:, num_rows:] = 0
+    rows[:, :num_rows, head_dim:] = 0
+    return rows
 
 
 def _attend_group(rows: torch.Tensor, pool: KVPool, layer: int, group: Group, scoring: Scoring) -> torch.Tensor:
@@ -260,9 +272,16 @@ def _merge(
     Returns:
         Float32 `[num_kv_heads, num_rows, head_dim]`.
     """
-    merged = shares.new_full(tail.shape, -0.0)  # to which any number can be added without changing its bits, even -0.0
+    merged: torch.Tensor | None = None
     for strip, partial in zip(strips, partials, strict=True):
-        strip_rows = merged[:, strip.rows]
-        for piece in partial.float().mul_(shares[strip.pieces, :, strip.rows]).unbind():
-            strip_rows.add_(piece)
-    return merged.add_(tail.float().mul_(shares[-1]))
+        first_piece, *later_pieces = partial.float().mul_(shares[strip.pieces, :, strip.rows]).unbind()
+        if merged is None and strip.rows == slice(0, tail.shape[1]):
+            merged = first_piece
+        else:
+            if merged is None:
+                merged = shares.new_full(tail.shape, -0.0)  # adding to -0.0 keeps the bits of every number, even -0.0
+            merged[:, strip.rows].add_(first_piece)
+        for piece in later_pieces:
+            merged[:, strip.rows].add_(piece)
+    last = tail.float().mul_(shares[-1])
+    return last if merged is None else merged.add_(last)

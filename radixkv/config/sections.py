@@ -277,8 +277,9 @@ class ServerConfig:
         max_deadline_s: maximum deadline of these calls, in seconds; later deadlines are shortened to it.
         tls_certificate: PEM file with the server's certificate chain; requires `tls_key`. Default: no TLS.
         tls_key: PEM file with the private key, without a password.
-        client_ca: PEM file with the certificate authorities of clients; requires `tls_certificate` and `tokens_file`.
-            Every client of the gRPC ports then needs a certificate (mTLS).
+        client_ca: PEM file with the certificate authorities of clients; requires `tls_certificate`, `tokens_file` and
+            the package cryptography, which the extra `engine` includes. Every client of the gRPC ports then needs a
+            certificate (mTLS).
         tokens_file: TOML file that maps bearer tokens and client certificates to tenants and roles. Default: every
             caller may make every call.
         insecure: whether to allow listening on a non-loopback address without TLS or authentication, and bearer tokens

@@ -40,7 +40,7 @@ MAX_COMPARED_TOKENS = 131_072
 MAX_BRANCHES = 4
 """Maximum number of cached branches with which a prompt is compared."""
 
-MAX_PLACES = 8
+MAX_SEGMENTS = 8
 """Maximum number of segments whose branches the engine looks up for a prompt."""
 
 _MAX_DIFFERENCES = 32  # to each branch
@@ -125,7 +125,7 @@ class _Segment(NamedTuple):
 
     tenant: str
     tokens: bytes
-    place: int
+    segment_number: int
 
 
 class MissProfiler:
@@ -228,17 +228,17 @@ class MissProfiler:
             if self._reserve_bytes(len(compared.tokens)):
                 self._queue.put(_Miss(compared, num_missed, self._num_forget_calls))
 
-    def add_segment(self, tenant: str, tokens: bytes, place: int) -> None:
+    def add_segment(self, tenant: str, tokens: bytes, segment_number: int) -> None:
         """Queue new tokens of a cached segment, so that later misses can be compared with it. For the engine's thread.
 
         Args:
             tenant: the tenant that published them.
             tokens: little-endian uint32 bytes.
-            place: number of the segment; see `Node.segment_number`.
+            segment_number: number of the segment; see `Node.segment_number`.
         """
         with self._lock:
             if self._reserve_bytes(len(tokens)):
-                self._queue.put(_Segment(tenant, tokens, place))
+                self._queue.put(_Segment(tenant, tokens, segment_number))
 
     def forget(self, tenant: str | None) -> None:
         """Forget the misses of a tenant, or of all if it is None, and discard the findings of all waiting misses."""
@@ -277,7 +277,7 @@ class MissProfiler:
             used_s = 0.0
             try:
                 if isinstance(item, _Segment):
-                    self._table.add(_token_array(item.tokens), self._seed_of(item.tenant), item.place)
+                    self._table.add(_token_array(item.tokens), self._seed_of(item.tenant), item.segment_number)
                 else:
                     self._load_tokenizer()
                     start_s = self._work_clock()
@@ -320,9 +320,9 @@ class MissProfiler:
             if self._credit_s <= 0:
                 return 0.0
         tokens = _token_array(prompt.tokens)
-        num_windows = self._table.places(tokens[prompt.cached_tokens :], self._seed_of(tenant))
-        places = [place for place, _ in num_windows.most_common(MAX_PLACES)]
-        reply = self._await_branches(places, tenant, prompt.session_id)
+        num_windows = self._table.find(tokens[prompt.cached_tokens :], self._seed_of(tenant))
+        segment_numbers = [segment_number for segment_number, _ in num_windows.most_common(MAX_SEGMENTS)]
+        reply = self._await_branches(segment_numbers, tenant, prompt.session_id)
         finding = self._finding(prompt, tokens, reply.branches)
         counts = MissCounts(
             examined_misses=1, examined_tokens=miss.num_missed_tokens, first_prompts=int(finding is None)
@@ -336,9 +336,9 @@ class MissProfiler:
                     profile.add(tenant, finding, lost_s)
         return reply.cpu_s
 
-    def _await_branches(self, places: Sequence[int], tenant: str, session_id: str) -> Branches:
+    def _await_branches(self, segment_numbers: Sequence[int], tenant: str, session_id: str) -> Branches:
         assert self._find_branches is not None
-        future = self._find_branches(places, tenant, session_id)
+        future = self._find_branches(segment_numbers, tenant, session_id)
         with self._lock:
             self._awaited = future
             if self._is_closing:

@@ -36,36 +36,36 @@ class WindowTable:
 
     Example:
         >>> table, tokens = WindowTable(), np.arange(4096, dtype=np.uint32)
-        >>> table.add(tokens, seed=7, place=3)
-        >>> [place for place, _ in table.places(tokens[1000:], seed=7).most_common()]
+        >>> table.add(tokens, seed=7, segment_number=3)
+        >>> [segment_number for segment_number, _ in table.find(tokens[1000:], seed=7).most_common()]
         [3]
     """
 
     def __init__(self, num_slots: int = NUM_SLOTS) -> None:
         self._mask = np.uint64(num_slots - 1)
         self._hashes = np.zeros(num_slots, np.uint64)
-        self._places = np.zeros(num_slots, np.uint32)
+        self._segment_numbers = np.zeros(num_slots, np.uint32)
 
-    def add(self, tokens: Tokens, seed: int, place: int) -> None:
+    def add(self, tokens: Tokens, seed: int, segment_number: int) -> None:
         """Add the tokens of a segment.
 
         Args:
             tokens: uint32 `[num_tokens]`.
             seed: 64 bits; windows are found only with the seed with which they were added.
-            place: number of the segment, 32 bits.
+            segment_number: number of the segment, 32 bits.
 
         Complexity: O(tokens).
         """
         hashes = _sampled_hashes(tokens, seed, _SHORT_SAMPLED_BITS if tokens.size <= _SHORT_TOKENS else _SAMPLED_BITS)
         slots = hashes & self._mask
         self._hashes[slots] = hashes
-        self._places[slots] = place
+        self._segment_numbers[slots] = segment_number
 
-    def places(self, tokens: Tokens, seed: int) -> Counter[int]:
+    def find(self, tokens: Tokens, seed: int) -> Counter[int]:
         """Count the windows of these tokens by the segment that contains them. Complexity: O(tokens)."""
         hashes = _sampled_hashes(tokens, seed, _SHORT_SAMPLED_BITS)
         slots = hashes & self._mask
-        return Counter(self._places[slots][self._hashes[slots] == hashes].tolist())
+        return Counter(self._segment_numbers[slots][self._hashes[slots] == hashes].tolist())
 
 
 def _sampled_hashes(tokens: Tokens, seed: int, num_bits: int) -> npt.NDArray[np.uint64]:

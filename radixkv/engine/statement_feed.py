@@ -37,8 +37,6 @@ class StatementFeed(Observer):
                 "disk_hit_tokens": usage.disk_tokens,
                 "remote_hit_tokens": usage.remote_tokens,
             }
-            if self._shadows is not None and self._shadows.has(request.tenant):
-                self._shadows.put(request.tenant, _shadow_request(request))
         elif request.has_computed:
             # After a preemption, `computed_upto` may be less than the tokens that were computed.
             computed_tokens = max(0, request.computed_upto - usage.cached_tokens)
@@ -46,6 +44,8 @@ class StatementFeed(Observer):
         else:
             return
         self._ledger.count(request.tenant, {name: count for name, count in counts.items() if count})
+        if self._shadows is not None and request.times.prefilled_s is not None and self._shadows.has(request.tenant):
+            self._shadows.put(request.tenant, _shadow_request(request))
 
 
 def _shadow_request(request: Request) -> ShadowRequest:

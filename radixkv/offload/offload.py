@@ -245,9 +245,9 @@ class Offload:
         self._loader.forget(tenant, adapter, salt)
         deletions = self.purger.purge(tenant, adapter, salt)
         if self._disk_scan is not None and self._disk_scan.has_failed:
-            has_failed: Future[int | None] = Future()
-            has_failed.set_result(None)
-            deletions.append(Deletion("disk", has_failed))
+            failed_deletion: Future[int | None] = Future()
+            failed_deletion.set_result(None)
+            deletions.append(Deletion("disk", failed_deletion))
         return deletions
 
     def close(self) -> None:

@@ -64,7 +64,11 @@ def when_deleted(begun: Future[PendingPurge], limit_s: float = MAX_WAIT_S) -> Fu
             done.set_exception(error)
         elif begun.result().deletions:
             arguments = (begun.result(), limit_s, done)
-            threading.Thread(target=_wait_for_deletions, args=arguments, name="radixkv-purge", daemon=True).start()
+            waiter = threading.Thread(target=_wait_for_deletions, args=arguments, name="radixkv-purge", daemon=True)
+            try:
+                waiter.start()
+            except RuntimeError:  # the system has no more threads
+                _wait_for_deletions(begun.result(), 0.0, done)
         else:
             done.set_result(begun.result().purged)
 

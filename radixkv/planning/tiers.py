@@ -202,9 +202,10 @@ class SimulatedTiers:
         """Do what the engine does between two steps."""
         self._prefetcher.look_ahead(self._clock.now_s)
         ready = set(self._prefetcher.take(self._offload.ready()))
-        for request in [each for each in self._waiting if each in ready]:  # requests of one load in order of arrival
-            on_ready = self._waiting.pop(request)
-            on_ready(request)
+        if ready:
+            for request in [each for each in self._waiting if each in ready]:  # in order of arrival
+                on_ready = self._waiting.pop(request)
+                on_ready(request)
         self._offload.copy()
         self._offload.save()
 

@@ -66,7 +66,7 @@ def build_engine(
     config: Config,
     observers: Iterable[Observer] = (),
     events_key: bytes | None = None,
-    choice: LoadOrCompute | None = None,
+    load_or_compute: LoadOrCompute | None = None,
     progress: StartProgress | None = None,
     open_day_files: Callable[[str], DayFiles] = DayFiles.open,
 ) -> Engine:
@@ -78,7 +78,7 @@ def build_engine(
         config: the configuration.
         observers: are notified of requests and steps.
         events_key: key that derives the names of namespaces in events, 16 to 64 bytes; None for a random one.
-        choice: decides between loading from stores and computing; None to decide by measured times.
+        load_or_compute: decides between loading from stores and computing; None to decide by measured times.
         progress: the progress of the start; None to log only the beginning of each phase.
         open_day_files: opens `server.statement_path`, if it is set.
 
@@ -179,7 +179,7 @@ def build_engine(
             events=events,
             rates=rates,
             adapters=adapter_source(config, model),
-            open_offload=None if stores is None else partial(stores.connect, cache, choice),
+            open_offload=None if stores is None else partial(stores.connect, cache, load_or_compute),
             statements=statements,
             misses=miss_profiler,
         )

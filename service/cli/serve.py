@@ -155,7 +155,7 @@ def _run(config: Config, progress: StartProgress) -> None:
             engine,
             config.server,
             config.model.path,
-            config if config.gateway.enabled else None,
+            config,
             telemetry.count_refusal,
             progress.ready,
         )

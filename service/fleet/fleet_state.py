@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -103,9 +104,7 @@ class FleetState:
         if prompt.source and self._connections.keys() - avoid - {prompt.source}:
             avoid = avoid | {prompt.source}
 
-        # While a new model replaces another one, replicas differ. The caches of the oldest replica are the fullest.
-        oldest = next(iter(self._connections.values()))
-        namespace = Namespace(oldest.facts.fingerprint, prompt.tenant, prompt.adapter, prompt.salt)
+        namespace = Namespace(self._fingerprint(), prompt.tenant, prompt.adapter, prompt.salt)
         route = self._router.route(namespace, prompt.tokens, avoid)
         asyncio.get_running_loop().call_soon(self._router.remember)  # later, so that it does not delay the request
         num_replicas = len(self._connections.keys() - avoid)
@@ -118,6 +117,15 @@ class FleetState:
             num_replicas=num_replicas,
             finish=partial(self._finish, route, self._clock()),
         )
+
+    def _fingerprint(self) -> str:
+        """Return the fingerprint of the model that most of the replicas have which are up.
+
+        Replicas differ while a new model replaces another one. If two models have equally many replicas, the model of
+        the replica that joined first is returned.
+        """
+        replicas = [each for each in self._connections.values() if each.is_up] or self._connections.values()
+        return Counter(each.facts.fingerprint for each in replicas).most_common(1)[0][0]
 
     async def close(self) -> None:
         """Remove all replicas."""

@@ -74,7 +74,7 @@ class Replica:
             self._engine,
             server_config,
             config.model.path,
-            config if config.gateway.enabled else None,
+            config,
             auth=replica_auth(server_config, secrets.token),
         )
         limits = self._engine.limits

@@ -74,7 +74,8 @@ class Server:
         engine: answers requests.
         config: addresses, limits and the drain timeout.
         model_path: the model whose tokenizer is served, see `ModelTokenizer`; None for a model without files.
-        gateway: the configuration of the whole service, if gateways may call it; None if not.
+        gateway: the configuration of the whole service. If it enables the gateway, gateways may call the server; None
+            if not.
         count_refusal: is called with the exception of each call that is refused by the server, and not by the engine.
         auth: authenticates and authorizes callers; by default as configured.
 
@@ -112,6 +113,8 @@ class Server:
         tokenizer = ModelTokenizer(model_path)
         explainer = Explainer(engine, tokenizer)
         cache_servicer = CacheServicer(engine, self.stop.set, tokenizer, explainer)
+        if gateway is not None and not gateway.gateway.enabled:
+            gateway = None
         gateway_tenant = "" if gateway is None else gateway.gateway.tenant
         self._grpc, guarded_server = self._grpc_server(self._auth.authorizer(gateway_tenant))
         self._service_names = self._add_services(guarded_server, cache_servicer, tokenizer, explainer, gateway)

@@ -40,8 +40,8 @@ class Bench:
     Attributes:
         clock: the clock of the profiler.
         work_s: CPU seconds that the profiler's thread believes to have used.
-        cached: the branches of the fake engine, by place.
-        lookups: the places, the tenant and the session of each look-up in the engine.
+        cached: the branches of the fake engine, by segment_number.
+        lookups: the segment_numbers, the tenant and the session of each look-up in the engine.
         error: the exception with which look-ups fail; None if they succeed.
     """
 
@@ -55,22 +55,22 @@ class Bench:
         self.profiler.load_decode = lambda: characters
         self.profiler.start(self.find_branches)
 
-    def find_branches(self, places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
-        self.lookups.append((list(places), tenant, session_id))
+    def find_branches(self, segment_numbers: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
+        self.lookups.append((list(segment_numbers), tenant, session_id))
         future: Future[Branches] = Future()
         if self.error is not None:
             future.set_exception(self.error)
             return future
-        branches = [self.cached[place] for place in places if place in self.cached]
+        branches = [self.cached[segment_number] for segment_number in segment_numbers if segment_number in self.cached]
         own_branches = [each for each in branches if each.namespace.tenant == tenant]
         future.set_result(Branches(own_branches, token_s=0.01, cpu_s=0.0))
         return future
 
-    def cache(self, place: int, text: str, namespace: Namespace = ACME) -> None:
+    def cache(self, segment_number: int, text: str, namespace: Namespace = ACME) -> None:
         """Add a cached prompt to the engine, and pass it to the profiler."""
         tokens = pack(text)
-        self.cached[place] = NamedBranch(namespace, "", CachedBranch((tokens,), 0, 1.0))
-        self.profiler.add_segment(namespace.tenant, tokens, place)
+        self.cached[segment_number] = NamedBranch(namespace, "", CachedBranch((tokens,), 0, 1.0))
+        self.profiler.add_segment(namespace.tenant, tokens, segment_number)
         self.wait()
 
     def admit(
@@ -285,8 +285,8 @@ def test_a_prompt_longer_than_the_queue_is_examined_alone(bench: Bench, monkeypa
 
 def test_a_forgotten_tenant_has_no_misses_any_more(bench: Bench) -> None:
     globex = Namespace("model", "globex")
-    for place, namespace in enumerate((ACME, globex)):
-        bench.cache(place, CACHED, namespace)
+    for segment_number, namespace in enumerate((ACME, globex)):
+        bench.cache(segment_number, CACHED, namespace)
         bench.admit(PROMPT, namespace)
     bench.profiler.forget("acme")
     assert bench.causes("acme") == []

@@ -18,9 +18,9 @@ def random_tokens(length: int, seed: int = 1) -> Tokens:
 @pytest.mark.parametrize("offset", [0, 1, 63, 4000, 70_000])
 def test_a_passage_is_found_at_any_position(offset: int) -> None:
     table, passage = WindowTable(), random_tokens(2000)
-    table.add(np.concatenate((random_tokens(offset, seed=2), passage)), seed=7, place=3)
-    table.add(random_tokens(5000, seed=3), seed=7, place=4)
-    found = table.places(np.concatenate((random_tokens(37, seed=4), passage)), seed=7)
+    table.add(np.concatenate((random_tokens(offset, seed=2), passage)), seed=7, segment_number=3)
+    table.add(random_tokens(5000, seed=3), seed=7, segment_number=4)
+    found = table.find(np.concatenate((random_tokens(37, seed=4), passage)), seed=7)
     assert found.most_common()[0][0] == 3
     assert found[3] >= 15
 
@@ -36,33 +36,33 @@ def test_the_sample_does_not_depend_on_what_surrounds_a_passage() -> None:
 
 def test_another_seed_finds_nothing() -> None:
     table, tokens = WindowTable(), random_tokens(5000)
-    table.add(tokens, seed=1, place=1)
-    assert not table.places(tokens, seed=2)
+    table.add(tokens, seed=1, segment_number=1)
+    assert not table.find(tokens, seed=2)
 
 
 def test_the_last_segment_of_a_passage_is_found() -> None:
     table, tokens = WindowTable(), random_tokens(5000)
-    table.add(tokens, seed=1, place=1)
-    table.add(tokens[:2500], seed=1, place=2)
-    assert set(table.places(tokens[:2000], seed=1)) == {2}
-    assert set(table.places(tokens[3000:], seed=1)) == {1}
+    table.add(tokens, seed=1, segment_number=1)
+    table.add(tokens[:2500], seed=1, segment_number=2)
+    assert set(table.find(tokens[:2000], seed=1)) == {2}
+    assert set(table.find(tokens[3000:], seed=1)) == {1}
 
 
 @pytest.mark.parametrize("length", [0, 1, 31, 32, 33])
 def test_passages_of_less_than_two_windows_are_accepted(length: int) -> None:
     table = WindowTable()
-    table.add(random_tokens(length), seed=1, place=1)
-    assert sum(table.places(random_tokens(length), seed=1).values()) <= 2
+    table.add(random_tokens(length), seed=1, segment_number=1)
+    assert sum(table.find(random_tokens(length), seed=1).values()) <= 2
 
 
 def test_a_small_table_forgets_old_segments() -> None:
     table = WindowTable(num_slots=64)
-    for place in range(100):
-        table.add(random_tokens(1000, seed=place), seed=1, place=place)
-    assert sum(table.places(random_tokens(1000, seed=99), seed=1).values()) >= 8
+    for segment_number in range(100):
+        table.add(random_tokens(1000, seed=segment_number), seed=1, segment_number=segment_number)
+    assert sum(table.find(random_tokens(1000, seed=99), seed=1).values()) >= 8
     num_old_windows = 0
-    for place in range(50):
-        num_old_windows += table.places(random_tokens(1000, seed=place), seed=1).total()
+    for segment_number in range(50):
+        num_old_windows += table.find(random_tokens(1000, seed=segment_number), seed=1).total()
     assert num_old_windows <= 5
 
 
@@ -70,18 +70,18 @@ def test_a_passage_that_repeats_a_token_takes_a_bounded_sample() -> None:
     counts = []
     for token in range(300):
         table, tokens = WindowTable(), np.full(50_000, token, np.uint32)
-        table.add(tokens, seed=1, place=1)
-        counts.append(sum(table.places(tokens, seed=1).values()))
+        table.add(tokens, seed=1, segment_number=1)
+        counts.append(sum(table.find(tokens, seed=1).values()))
     assert 0 < max(counts) <= 65_536 // 8
 
 
 def test_short_segments_have_more_windows_in_the_sample() -> None:
     tokens = random_tokens(4096)
     short, long = WindowTable(), WindowTable()
-    short.add(tokens, seed=1, place=1)
-    long.add(np.concatenate((tokens, random_tokens(4096, seed=2))), seed=1, place=1)
-    assert 200 < short.places(tokens, seed=1)[1] < 320
-    assert 40 < long.places(tokens, seed=1)[1] < 90
+    short.add(tokens, seed=1, segment_number=1)
+    long.add(np.concatenate((tokens, random_tokens(4096, seed=2))), seed=1, segment_number=1)
+    assert 200 < short.find(tokens, seed=1)[1] < 320
+    assert 40 < long.find(tokens, seed=1)[1] < 90
 
 
 def test_a_text_that_repeats_its_words_is_found() -> None:
@@ -90,5 +90,5 @@ def test_a_text_that_repeats_its_words_is_found() -> None:
         text = f"{number:04}" + "".join(f"Rule {line}: be kind to the reader of line {line}. " for line in range(12))
         tokens = np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
         if number:
-            assert table.places(tokens, seed=1)
-        table.add(tokens, seed=1, place=number)
+            assert table.find(tokens, seed=1)
+        table.add(tokens, seed=1, segment_number=number)

@@ -16,6 +16,7 @@ import gguf
 from radixkv.compute.runner import Runner
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError
+from radixkv.kernels.cpu.int8_linear import adds_integers_exactly
 from radixkv.kernels.quantized_weight import QuantizedWeight
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
@@ -177,7 +178,7 @@ def test_blocks_of_256_keep_their_codes():
     rows = generator.integers(0, 256, (6, 2, 144), dtype=np.uint8)
     rows[..., :4] = generator.uniform(1e-4, 1e-2, (6, 2, 2)).astype(np.float16).view(np.uint8)
     expected = torch.from_numpy(gguf.dequantize(rows.reshape(6, -1), gguf.GGMLQuantizationType.Q4_K))
-    weight = _from_q4_k(torch.from_numpy(rows.reshape(6, -1)), torch.float32)
+    weight = _from_q4_k(torch.from_numpy(rows), torch.float32)
     assert (weight.shape, weight.scales.shape) == ((6, 512), (6, 16))
     largest = 15 * weight.scales.abs() + weight.minima.abs()
     bound = 2**-11 * largest.repeat_interleave(32, 1)  # scales and minima were rounded
@@ -196,7 +197,7 @@ def test_a_model_computes_with_the_codes_of_its_file(tmp_path, caplog, weights, 
     backends = {part.split()[0] for part in line.removeprefix("matmuls by library: ").split(", ")}
     expected = {"auto": {backend}, "q8": {"q8"}, "q4": {"q4", "q8"}}[weights]  # with q4, the head is in q8
     assert backends == expected or (backend is None and weights == "auto")
-    other_than_auto = "q4" if backend == "q8" else "q8"
+    other_than_auto = "int8" if adds_integers_exactly() else "q4" if backend == "q8" else "q8"
     other_weights = other_than_auto if weights == "auto" else "auto"
     other_model = load_model(ModelConfig(path=str(path), device="cpu", weights=other_weights))
     assert other_model.fingerprint != model.fingerprint

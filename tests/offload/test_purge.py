@@ -43,6 +43,16 @@ def test_a_purge_reports_stores_that_could_not_be_called() -> None:
     assert purged.result(PATIENCE_S).stored_blocks == {"host": None, "disk": None}
 
 
+def test_a_purge_that_gets_no_thread_reports_the_answers_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    purge, (first, _) = begin_purge("host", "disk")
+    first.set_result(4)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert when_deleted(purge).result(0) == Purged(2, 1, {"host": 4, "disk": None})
+
+
 def test_the_failure_of_a_purge_is_passed_on() -> None:
     purge: Future[PendingPurge] = Future()
     purge.set_exception(Draining("engine: stopped"))

@@ -28,6 +28,9 @@ sys.meta_path.insert(0, Refuse())
 """
 
 
+GATEWAY = Config.load(None, ["gateway.enabled=true"])
+
+
 @contextlib.asynccontextmanager
 async def serving(
     engine,

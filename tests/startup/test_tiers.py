@@ -64,9 +64,11 @@ def config(checkpoint: Path, *settings: str) -> Config:
 
 
 @contextlib.contextmanager
-def engine(checkpoint: Path, *settings: str, choice: LoadOrCompute | None = None) -> Iterator[Engine]:
-    """Run an engine that loads all stored blocks of a prompt, unless `choice` compares loading with computing."""
-    with running(build_engine(config(checkpoint, *settings), choice=choice or AlwaysLoad(BLOCK_SIZE))) as engine:
+def engine(checkpoint: Path, *settings: str, load_or_compute: LoadOrCompute | None = None) -> Iterator[Engine]:
+    """Run an engine. It loads all stored blocks of a prompt, unless `load_or_compute` is given."""
+    with running(
+        build_engine(config(checkpoint, *settings), load_or_compute=load_or_compute or AlwaysLoad(BLOCK_SIZE))
+    ) as engine:
         yield engine
 
 
@@ -162,12 +164,12 @@ def test_stores_and_the_pool_are_given_copies_in_cpp(
 
 
 def test_an_engine_uses_the_choice_between_loading_and_computing_that_is_passed_to_it(checkpoint: Path) -> None:
-    choice = LoadOrCompute(BLOCK_SIZE)
+    load_or_compute = LoadOrCompute(BLOCK_SIZE)
     # As if a load took 1e6 seconds per block.
     for num_blocks in (1, 5):
-        choice.note_start("host", num_blocks)
-        choice.note_end("host", num_blocks, 1e6 * num_blocks)
-    with engine(checkpoint, "tiers.host_bytes=10000000", choice=choice) as served:
+        load_or_compute.note_start("host", num_blocks)
+        load_or_compute.note_end("host", num_blocks, 1e6 * num_blocks)
+    with engine(checkpoint, "tiers.host_bytes=10000000", load_or_compute=load_or_compute) as served:
         for seed in range(12):
             ask(served, seed)
         settle(served)

@@ -39,7 +39,7 @@ def served(model: Path, *settings: str) -> Iterator[Engine]:
     """Run an engine whose pool has the memory of 128 blocks of all layers."""
     fixed = (f"model.path={model}", "model.device=cpu", "cache.capacity_tokens=2048", "cache.block_size=16")
     config = Config.load(None, [*fixed, "engine.max_step_tokens=64", *settings])
-    with running(build_engine(config, choice=AlwaysLoad(16))) as engine:
+    with running(build_engine(config, load_or_compute=AlwaysLoad(16))) as engine:
         yield engine
 
 

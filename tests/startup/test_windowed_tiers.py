@@ -44,7 +44,7 @@ def served(checkpoint: Path, *settings: str, windowed_tokens: int = 272) -> Iter
     pool = (f"cache.capacity_tokens={CAPACITY_TOKENS}", "cache.block_size=16", "cache.policy=lru")
     model = (f"model.path={checkpoint}", "model.device=cpu", "engine.max_step_tokens=64")
     fixed = (*model, f"cache.windowed_tokens={windowed_tokens}", *pool)
-    with running(build_engine(Config.load(None, [*fixed, *settings]), choice=AlwaysLoad(16))) as engine:
+    with running(build_engine(Config.load(None, [*fixed, *settings]), load_or_compute=AlwaysLoad(16))) as engine:
         yield engine
 
 

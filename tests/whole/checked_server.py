@@ -44,8 +44,7 @@ def main(arguments: list[str]) -> None:
         is_over = threading.Event()
         thread = threading.Thread(target=audit_repeatedly, args=(engine, is_over))
         thread.start()
-        gateway = config if config.gateway.enabled else None
-        run(engine, config.server, config.model.path, gateway, telemetry.count_refusal)
+        run(engine, config.server, config.model.path, config, telemetry.count_refusal)
         is_over.set()
         thread.join()
     cache = engine._core.cache

@@ -9,7 +9,6 @@ from collections.abc import Set
 from io import FileIO
 from pathlib import Path
 
-from radixkv.durable_file import replace_file
 from radixkv.namespace import Namespace
 
 _log = logging.getLogger(__name__)
@@ -95,19 +94,26 @@ class NamespaceFile:
         self._file.close()
 
     def _append(self, line: bytes) -> None:
-        unwritten = memoryview(b"\n" + line if self._is_cut else line)
+        data = b"\n" + line if self._is_cut else line
         self._is_cut = True
-        while unwritten:
-            num_written = self._file.write(unwritten) or 0
-            unwritten = unwritten[num_written:]
+        _write_all(self._file, data)
         self._is_cut = False
 
     def _replace_file(self) -> None:
         with self._lock:
             by_root = dict(self._by_root)
             num_useless = self._num_useless
-        replace_file(self._path, b"".join(_line(root, namespace) for root, namespace in by_root.items()))
-        new_file = _open(self._path)
+        # The rename comes last, so that the old file stays in use if any step fails. With `replace_file`, the new file
+        # would be opened after the rename; if that failed, names would be appended to a file that is deleted.
+        partial = self._path.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        new_file = _open(partial)
+        try:
+            _write_all(new_file, b"".join(_line(root, namespace) for root, namespace in by_root.items()))
+            partial.replace(self._path)
+        except OSError:
+            new_file.close()
+            raise
         self._file.close()
         self._file = new_file
         self._is_cut = False
@@ -121,6 +127,13 @@ def _open(path: Path) -> FileIO:
     file = path.open("a+b", buffering=0)
     path.chmod(0o600)
     return file
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    unwritten = memoryview(data)
+    while unwritten:
+        num_written = file.write(unwritten) or 0
+        unwritten = unwritten[num_written:]
 
 
 def _line(root: bytes, namespace: Namespace) -> bytes:

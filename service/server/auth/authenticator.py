@@ -76,6 +76,8 @@ class CredentialAuthenticator:
         has_certificates: bool,
         unix_time_s: Callable[[], float] = time.time,
     ) -> None:
+        if has_certificates:  # takes 80 ms, which the first call should not wait for
+            import cryptography.x509  # noqa: F401
         self._credentials = credentials
         self._has_certificates = has_certificates
         self._unix_time_s = unix_time_s

@@ -158,3 +158,22 @@ def test_a_disk_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
     names.write()
     names.close()
     assert read_names(path) == {bytes(32): Namespace("model")}
+
+
+def test_a_file_that_cannot_be_replaced_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no descriptor is left")
+
+    path = tmp_path / "names"
+    names = NamespaceFile(path)
+    add(names, ROOT, ODD)
+    names._num_useless = 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fail)
+        with pytest.raises(OSError, match="no descriptor is left"):
+            names.write()
+    names._num_useless = 0
+    names.add(bytes(32), Namespace("model"))
+    names.write()
+    names.close()
+    assert read_names(path) == {ROOT: ODD, bytes(32): Namespace("model")}

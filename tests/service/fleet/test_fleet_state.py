@@ -111,6 +111,23 @@ def test_prefixes_are_found_after_all_replicas_were_replaced_by_those_of_another
     run(test)
 
 
+def test_while_the_model_changes_prefixes_are_found_in_the_model_of_most_replicas_that_are_up() -> None:
+    async def test() -> None:
+        fleet = FakeFleet("a", "b")
+        fleet.state.update([facts("a"), facts("b"), facts("c", fingerprint="new")])
+        fleet.connections["b"].batches.put_nowait(snapshot_of(Namespace("fingerprint", "acme"), tokens(0, 40)))
+        fleet.connections["c"].batches.put_nowait(snapshot_of(Namespace("new", "acme"), tokens(0, 40)))
+        assert await becomes_true(lambda: all(fleet.connections[name].batches.empty() for name in ("b", "c")))
+        assert fleet.state.route(RoutingRequest(tokens(0), "acme")).name == "b"
+        for name in ("a", "b"):
+            fleet.connections[name].is_up = False
+        routed = fleet.state.route(RoutingRequest(tokens(0), "acme"))
+        assert (routed.name, routed.route.hits.total, routed.reason) == ("c", 40, RoutingReason.PREFIX)
+        await fleet.state.close()
+
+    run(test)
+
+
 def test_a_replica_that_is_not_up_gets_requests_only_if_it_is_the_last() -> None:
     async def test() -> None:
         fleet = FakeFleet("a", "b")

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from radixkv.api.events import BlocksRemoved, BlocksStored, EventBatch
-from radixkv.config import Config
 from radixkv.gateway.engine_common_pb2 import SubscribeKvEventsRequest
 from radixkv.gateway.vllm_engine_pb2_grpc import VllmEngineStub
 from radixkv.service.server.gateway import event_stream
 from tests.events.fake_source import BLOCK_SIZE, SALTED, FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
-from tests.service.serving import becomes_true, refusal_of, serving
+from tests.service.serving import GATEWAY, becomes_true, refusal_of, serving
 
 
 class EngineWithEvents(FakeEngine):
@@ -30,7 +29,7 @@ def run_with_server(talk, engine=None):
 
     async def run():
         async with (
-            serving(engine, gateway=Config(), drain_timeout_s=0.1) as (server, address),
+            serving(engine, gateway=GATEWAY, drain_timeout_s=0.1) as (server, address),
             grpc.aio.insecure_channel(address) as channel,
         ):
 

@@ -367,7 +367,12 @@ def test_a_flush_purges_the_gateways_tenant_alone():
 
 def test_without_the_gateway_its_messages_are_not_loaded():
     program = (
-        "import sys, radixkv.service.server.server, radixkv.service.cli.main\n"
+        "import asyncio, sys, radixkv.service.cli.main\n"
+        "from radixkv.config import Config\n"
+        "from tests.service.fake_engine import FakeEngine\n"
+        "from tests.service.serving import serving\n"
+        "async def serve():\n    async with serving(FakeEngine(), gateway=Config()):\n        pass\n"
+        "asyncio.run(serve())\n"
         "assert not [name for name in sys.modules if name.startswith('radixkv.gateway')]\n"
         "from google.protobuf import descriptor_pool\n"
         "try:\n    descriptor_pool.Default().FindMessageTypeByName('vllm.grpc.engine.SamplingParams')\n"

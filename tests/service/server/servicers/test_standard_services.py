@@ -14,7 +14,7 @@ from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-from radixkv.config import Config, ServerConfig
+from radixkv.config import ServerConfig
 from radixkv.errors import InvariantViolation
 from radixkv.gateway import vllm_engine_pb2_grpc
 from radixkv.service.client import AsyncClient
@@ -28,7 +28,7 @@ from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.fleet.fake_connection import facts
-from tests.service.serving import refusal_of, serving
+from tests.service.serving import GATEWAY, refusal_of, serving
 
 # The module of generated code of each service.
 GENERATED = {
@@ -89,7 +89,7 @@ def test_a_new_method_of_any_service_is_unimplemented(
     async def run() -> dict[str, grpc.StatusCode]:
         engine = FakeEngine()
         engine.events = FakeSource()
-        async with serving(engine, gateway=Config()) as (_, address), grpc.aio.insecure_channel(address) as channel:
+        async with serving(engine, gateway=GATEWAY) as (_, address), grpc.aio.insecure_channel(address) as channel:
             assert (await AsyncClient(address).prefill([1, 2, 3], timeout_s=PATIENCE_S)).usage.prompt_tokens == 3
             return {
                 service: (await refusal_of(channel.unary_unary(f"/{service}/New")(b"", timeout=PATIENCE_S))).code()
