@@ -17,6 +17,7 @@ def test_questions_are_the_same_for_a_seed_and_have_one_right_choice_of_four() -
     assert {each.right for each in make_questions(40)} == set(range(NUM_CHOICES))
 
 
+@pytest.mark.long
 def test_all_ways_agree_and_the_examples_are_computed_once(tmp_path: Path) -> None:
     model = tmp_path / "model"
     build_tiny_model("eager").save_pretrained(model)

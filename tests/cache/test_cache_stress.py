@@ -44,6 +44,7 @@ def test_a_cache_with_room_reuses_everything_ever_published(world: World) -> Non
     assert (events["copies"] > 0) == (world.block_size > 1)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("num_steps", NUM_STEPS)
 @pytest.mark.parametrize("world", TIGHT, ids=world_id)
 def test_a_cache_without_room_reuses_everything_not_evicted(world: World, num_steps: int) -> None:
@@ -78,6 +79,7 @@ def test_a_cache_without_room_reuses_everything_not_evicted(world: World, num_st
     assert {event for event in wanted if not events[event]} == set()
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("num_steps", NUM_STEPS)
 @pytest.mark.parametrize("world", WITH_QUOTAS, ids=world_id)
 def test_tenants_get_their_quotas_and_correct_miss_reasons(world: World, num_steps: int) -> None:

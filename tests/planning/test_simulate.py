@@ -202,6 +202,7 @@ def traffic_hit_rate(traffic: Traffic, policy: str, every_ms: float = 1000) -> f
     return hit_rate(trace(traffic(random.Random(0)), every_ms), policy, 100)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("every_ms", [1000, 0], ids=["one request per second", "all at the same time"])
 @pytest.mark.parametrize("traffic", TRAFFIC, ids=lambda traffic: traffic.__name__)
 def test_the_default_policy_is_at_most_one_percentage_point_below_lru_and_slru(
@@ -211,6 +212,7 @@ def test_the_default_policy_is_at_most_one_percentage_point_below_lru_and_slru(
     assert traffic_hit_rate(traffic, "adaptive", every_ms) >= better - 0.01
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("traffic", TRAFFIC, ids=lambda traffic: traffic.__name__)
 def test_no_policy_beats_the_optimum(traffic: Traffic) -> None:
     requests = trace(traffic(random.Random(0))[:800])

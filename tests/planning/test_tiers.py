@@ -199,6 +199,7 @@ def test_the_same_trace_gives_the_same_counts() -> None:
     assert (first.tiers, first.cached_tokens) == (second.tiers, second.cached_tokens)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("host_blocks", [7, 60, None])
 def test_the_optimum_is_that_of_one_cache_with_the_total_capacity(host_blocks: int | None) -> None:
     requests = trace(chats_about_documents(2))

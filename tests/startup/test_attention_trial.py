@@ -31,6 +31,7 @@ def attempt(name: str, program: str | None = None, timeout_s: float = PATIENCE_S
     try_attention(name, use, timeout_s=timeout_s, **command)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     _TRITON_VERSION < (3, 9), reason="its interpreter needs corrections that a child process does not get"
 )

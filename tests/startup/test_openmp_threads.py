@@ -82,6 +82,7 @@ def test_a_loaded_model_leaves_no_threads() -> None:
 
 
 @needs_openmp
+@pytest.mark.long
 def test_reading_an_adapter_leaves_no_threads() -> None:
     run(_READ_ADAPTER)
 

@@ -13,6 +13,8 @@ import pytest
 from radixkv.kernels.gpu.attention_splits import DeviceCapacity
 from tests.patience import PATIENCE_S
 
+pytestmark = pytest.mark.long
+
 HARNESS = Path(__file__).with_name("compile_sm90.py")
 SHARED_BYTES_LIMIT = 232448  # of one program on an H100 or H200
 
@@ -39,7 +41,6 @@ def compiled() -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.long
 def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
     attention = {"_attend_tile", "_attend_tile_specialized", "_merge_partials", "_write_tile", "_copy_span"}
     attention |= {"_pack_rows", "_hadamard_tile"}
