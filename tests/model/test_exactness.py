@@ -65,6 +65,7 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(usual_num_threads)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("model", "dtype"), cases_of(QUICK, [("float32",), ("bfloat16",)]))
 def test_no_bit_depends_on_the_cache(model: str, dtype: str) -> None:
     counts, first_difference = run_cases(model, dtype, "exact", num_cases=12, seed=len(model))
@@ -76,6 +77,7 @@ def test_no_bit_depends_on_the_cache(model: str, dtype: str) -> None:
     assert counts["turns"] >= 2
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     ("model", "dtype", "kv_dtype"), cases_of([name for name in QUICK if name != "deepseek_v3"], POOLS)
 )
@@ -93,6 +95,7 @@ def test_no_bit_of_quantized_latents_depends_on_the_cache(dtype: str, kv_dtype: 
     assert counts["partial hits"] >= 2
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("model", "dtype", "kv_dtype"), cases_of(WINDOWED, TWO_POOLS))
 def test_no_bit_depends_on_released_blocks_of_windowed_layers(model: str, dtype: str, kv_dtype: str) -> None:
     counts, first_difference = run_cases(

@@ -169,6 +169,7 @@ def steps_of_three_requests() -> Iterator[list[Chunk]]:
     ]
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("family", ["gemma2", "laguna"])
 def test_captured_steps_agree_with_launched_ones(family: str, tmp_path: Path) -> None:
     """The layers differ in their windows or in their numbers of query heads, so that a step has two attention plans."""
@@ -513,6 +514,7 @@ class _MixedDeviceCalls(TorchDispatchMode):
         return outputs
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_step_can_be_captured_since_it_does_not_synchronize(family: str, tmp_path: Path) -> None:
     """The device is `meta`, whose tensors have shapes and no values."""

@@ -121,6 +121,7 @@ def test_a_model_can_stay_as_it_was_written() -> None:
         assert replaced(model.module) == set()
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_mode_fuses_the_same_parts_and_is_batch_invariant(dtype: torch.dtype, device: torch.device) -> None:
     model = Model("exact", make("llama", dtype), device, is_exact=True, is_fused=True)

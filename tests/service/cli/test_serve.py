@@ -267,6 +267,7 @@ def test_a_port_in_use_is_a_config_error():
     assert "Traceback" not in err
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_exits_0(signal_number):
     with fake_service(gate="shut") as (process, address), Client(address, timeout_s=PATIENCE_S) as client:
@@ -288,6 +289,7 @@ def test_a_signal_drains_and_exits_0(signal_number):
     assert "Traceback" not in err
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_does_not_interrupt_an_engine_that_stops(signal_number):
     with fake_service(gate="slow") as (process, _):
