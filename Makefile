@@ -17,9 +17,9 @@ help:
 	@echo "make fleet-demo  run a fleet of two replicas on Ray and kill one; 2 minutes, after installing $(SIZE_fleet-demo)"
 	@echo
 	@echo "The targets below install $(SIZE_all)."
-	@echo "make test      run the tests: about 7 minutes on two cores"
+	@echo "make test      run the tests: 7 to 15 minutes on two cores, depending on the processor"
 	@echo "make test-long run slower tests, which \`make test\` leaves out: more random cases, benchmarks, gateways and routers"
-	@echo "               of other projects; about 7 minutes on two cores"
+	@echo "               of other projects; 8 to 15 minutes on two cores"
 	@echo "make check     lint, format check, types"
 	@echo "make install-matrix  install each documented set of extras into a clean environment, and use it; about an hour,"
 	@echo "               or only some sets: SETS=\"'' engine engine,text engine@oldest\""
