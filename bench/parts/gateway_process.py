@@ -23,7 +23,7 @@ _STOP_TIMEOUT_S = 20.0
 
 
 class GatewayProcess(LoggedProcess):
-    """A gateway subprocess, whose address in a `with` statement is its URL, `http://HOST:PORT`.
+    """A gateway subprocess. A `with` statement starts it, returns its URL, `http://HOST:PORT`, and ends it.
 
     It listens on two free local ports, for requests and for metrics, and routes by cached prefixes. It is ready when
     every server is healthy and the tokenizer of the model is loaded.

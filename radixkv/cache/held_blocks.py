@@ -66,7 +66,7 @@ class HeldBlocks(Listener):
         self._leases: dict[Node, set[PathOwner]] = {}  # by the node in which they end
         self._purged: dict[Node, int] = {}  # blocks of held nodes whose tree was purged
 
-    def num_more(self, paths: Iterable[HeldPath]) -> int:
+    def num_blocks_to_add(self, paths: Iterable[HeldPath]) -> int:
         """Count the additional blocks that would be held if the leases of all these paths were held.
 
         A block on several paths counts once.

@@ -86,7 +86,7 @@ class Lookups:
             if request.is_prefetch or self._load_or_compute.is_lookup_worthwhile(name, start_token, num_tokens)
         ]
         if not queried:
-            self._load_or_compute.shrink_estimates(tiers)
+            self._load_or_compute.shrink_estimates(tiers)  # so that a tier that was slow is tried again
             return False
         self._num_open[request] = len(queried)
         keys = [each.key for each in blocks]

@@ -22,7 +22,7 @@ class _HeldLease(NamedTuple):
 class HeldLeases:
     """Open leases by id. An id cannot be guessed, and is valid only together with its tenant.
 
-    The number of leases is bounded, and `blocks` bounds their blocks. The tokens of a held lease are not stored.
+    The number of leases is bounded, and `blocks` bounds their blocks. The token ids of a held lease are not stored.
 
     Args:
         blocks: counts and bounds the blocks of held leases.
@@ -70,7 +70,7 @@ class HeldLeases:
             )
         for tenant, holders in ((request.tenant, own_holders), (None, future_holders)):
             paths = [path, *(HeldPath.of(holder.open_lease) for holder in holders)]
-            self._blocks.require_room(tenant, self._blocks.num_more(paths))
+            self._blocks.require_room(tenant, self._blocks.num_blocks_to_add(paths))
 
     def hold(self, lease: Lease, tenant: str, now_s: float) -> tuple[str, float]:
         """Keep a lease open. Returns its new id, and when it expires on the clock of `now_s`."""

@@ -108,7 +108,7 @@ class Stores:
             wake: wakes the engine's thread.
 
         Returns:
-            The tiers, and the parts of K/V transfers between servers, which are None if transfers are disabled.
+            The tiers, and what K/V transfers between servers need; None if transfers are disabled.
         """
         self.index.set_tokens_of_prefix(cache.public.tokens_of)
         timers = TimerThread()
@@ -144,6 +144,7 @@ class Stores:
     def _make_tier(self, name: str, backend: StoreBackend, timers: TimerThread) -> Tier:
         """Put a time limit, a circuit breaker and verification around a store."""
         is_shared = self.index.tiers[name].is_shared
+        # A shared store may be down at the start, so the first failure already opens its circuit breaker.
         store = GuardedStore(name, ThreadedStore(backend, name=name), timers, is_known=not is_shared)
         if is_shared:
             store.probe()
@@ -173,8 +174,8 @@ def open_stores(
 ) -> Stores | None:
     """Open the stores. A store that cannot be used is logged, and is reported as not working in the statistics.
 
-    The contents of the pool are lost. This does not wait for Redis or Mooncake: while they are unavailable, the service
-    works without them.
+    A test prompt is computed in the pool, which overwrites its contents. This does not wait for Redis or Mooncake:
+    while they are unavailable, the service works without them.
 
     Args:
         config: the section `tiers`.
@@ -264,7 +265,7 @@ def _allocate_gpu_copies(storage: KVStorage, waiting_bytes: int) -> GpuCopies:
 
 
 def _do_not_stage(payload: memoryview) -> None:
-    """Do nothing: a GPU copies payloads from and to the host tier without staging."""
+    """Do nothing: blocks of the host tier are copied to a GPU directly, not through a staging buffer."""
 
 
 def tier_shares(
@@ -302,7 +303,7 @@ def _make_tier_index(
     num_pool_blocks: int,
     ledger: TenantLedger | None,
 ) -> TierIndex:
-    """Return the index of a tier. A store that does not know its capacity is shared with other servers."""
+    """Return the index of a tier. A store that states no capacity is taken for one that servers share."""
     num_blocks = backend.size().max_objects
     if num_blocks is None:
         if type(backend).purge is StoreBackend.purge:

@@ -69,11 +69,11 @@ def test_only_blocks_that_are_not_held_yet_count() -> None:
     same, longer = lease_text(cache, "aaaabbbbcccc"), lease_text(cache, "aaaabbbbccccdddde")
     branch, foreign = lease_text(cache, "aaaabbbbX"), lease_text(cache, "aaaabbbbcccc", OTHER)
     assert (
-        cache.held.num_more([HeldPath.of(same)]) == 1
+        cache.held.num_blocks_to_add([HeldPath.of(same)]) == 1
     )  # the copy of the last block, whose last token is computed again
-    assert cache.held.num_more([HeldPath.of(longer)]) == 2
-    assert cache.held.num_more([HeldPath.of(branch)]) == 1
-    assert cache.held.num_more([HeldPath.of(foreign)]) == 3
+    assert cache.held.num_blocks_to_add([HeldPath.of(longer)]) == 2
+    assert cache.held.num_blocks_to_add([HeldPath.of(branch)]) == 1
+    assert cache.held.num_blocks_to_add([HeldPath.of(foreign)]) == 3
 
 
 def test_a_tenant_may_hold_half_of_what_all_tenants_may() -> None:
@@ -160,7 +160,7 @@ def test_blocks_that_several_leases_would_share_are_counted_once() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbbcccc")
     paths = [HeldPath.of(lease_text(cache, text)) for text in ("aaaabbbbX", "aaaabbbbccccX", "aaaabbbbY", "aaaaX")]
-    assert cache.held.num_more(paths) == 3 + 4, "three shared blocks, and one private block per lease"
+    assert cache.held.num_blocks_to_add(paths) == 3 + 4, "three shared blocks, and one private block per lease"
 
 
 def test_purged_blocks_count_as_held_until_they_are_free() -> None:

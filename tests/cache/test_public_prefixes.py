@@ -313,7 +313,7 @@ def test_a_lease_that_may_be_held_only_with_the_public_prefix_is_opened_there() 
     cache = _full_of_duplicates(32)
 
     def require_room(path: HeldPath, _: int) -> None:
-        if cache.held.num_more([path]) > 4:
+        if cache.held.num_blocks_to_add([path]) > 4:
             raise QuotaExceeded("hold_lease: expected at most 4 blocks")
 
     with cache.lease(_ACME, _PROMPT, require_path=require_room) as lease:

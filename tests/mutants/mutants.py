@@ -620,7 +620,7 @@ KERNEL_MUTANTS = (
     ),
     Mutant("kernels/cpu/attention.py", 'num_padded_rows), float("-inf"))', "num_padded_rows), 0.0)"),
     Mutant("kernels/cpu/attention.py", "        kv.index_fill_(2, tails.unwritten, 0)\n", "        pass\n"),
-    Mutant("kernels/cpu/attention.py", "merged.add_(tail.float().mul_(shares[-1]))", "merged"),
+    Mutant("kernels/cpu/attention.py", "merged is None else merged.add_(last)", "merged is None else merged"),
     Mutant(
         "kernels/cpu/attention.py",
         "_replace_by_shares(lses)[:num_pieces,",
@@ -1006,7 +1006,7 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/offload.py", "if self._clock() >= self._next_retry_s and (", "if ("),
     Mutant(
         "offload/offload.py",
-        '            deletions.append(Deletion("disk", has_failed))\n',
+        '            deletions.append(Deletion("disk", failed_deletion))\n',
         "            pass\n",
     ),
     Mutant("offload/restart.py", "                self._delete(left_out)\n", "                pass\n"),

@@ -74,7 +74,7 @@ def test_a_missing_timestamp_or_output_length_is_no_error(tmp_path: Path, caplog
     ]
 
 
-def test_timestamps_of_the_day_are_counted_from_the_first(tmp_path: Path) -> None:
+def test_unix_timestamps_are_counted_from_the_first(tmp_path: Path) -> None:
     start = 1_764_000_000_000
     file = write_trace(tmp_path, line(timestamp=start + 10), line(timestamp=start + 25))
     assert [each.timestamp_ms for each in load_trace(file)] == [0, 15]
@@ -111,7 +111,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path, pack) ->
 
 
 @pytest.mark.parametrize("tokens_per_id", [1, 16, 64, 128, 512, 1024, 65536])
-def test_the_tokens_of_an_id_are_the_power_of_two_that_fits(tmp_path: Path, tokens_per_id: int) -> None:
+def test_the_number_of_tokens_per_id_is_the_power_of_two_that_fits(tmp_path: Path, tokens_per_id: int) -> None:
     lengths_and_num_ids = [
         (3 * tokens_per_id - tokens_per_id // 2, 3),
         (tokens_per_id, 1),
@@ -124,7 +124,7 @@ def test_the_tokens_of_an_id_are_the_power_of_two_that_fits(tmp_path: Path, toke
     assert {each.tokens_per_id for each in load_trace(file)} == {tokens_per_id}
 
 
-def test_the_tokens_of_an_id_can_be_given(tmp_path: Path) -> None:
+def test_the_number_of_tokens_per_id_can_be_given(tmp_path: Path) -> None:
     file = write_trace(tmp_path, line(input_length=250, hash_ids=[1, 2, 3]))
     assert [each.tokens_per_id for each in load_trace(file, tokens_per_id=100)] == [100]
     with pytest.raises(ConfigError, match="expected 101 to 150 tokens for 3 hash_ids of 50 tokens, got 250"):
@@ -380,7 +380,7 @@ def test_shared_ids_share_their_scaled_tokens(scale: float) -> None:
         assert (first[:num_tokens] == second[:num_tokens]).all()
 
 
-def test_equal_ids_of_different_length_are_prefixes_of_each_other() -> None:
+def test_of_two_prompts_with_equal_ids_the_shorter_is_a_prefix_of_the_longer() -> None:
     short, long = (prompt_tokens(request(n, 3, 4), vocab_size=256, scale=0.25) for n in (600, 900))
     assert len(short) < len(long)
     assert (short == long[: len(short)]).all()

@@ -20,9 +20,9 @@ from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionUse, PlanKey
 from radixkv.model.attention.refused_attention import DEQUANTIZED, POINTERS, SPECIALIZED, SPECIALIZED_DEQUANTIZED
 
-# Keys per split in exact mode. Shorter splits use more of the device when few tokens follow a long prefix, but produce
-# more partial results when many tokens do: for 2,048 new tokens after 8,192, these are 5 times as large as the queries
-# in float32.
+# Keys per split in exact mode. Shorter splits use more of the device if few tokens follow a long prefix. If many tokens
+# follow it, shorter splits produce more partial results: for 2,048 new tokens after 8,192, those of 2,048 keys are 5
+# times as large as the queries in float32.
 _SPLIT_TOKENS = 2048
 
 
@@ -132,7 +132,7 @@ class TritonKernels:
         )
 
     def tile_rows(self, max_rows: int, dtype: torch.dtype) -> int:
-        """Return the number of rows of the tiles for a batch whose longest request has `max_rows` packed rows."""
+        """Return the rows per tile for a batch whose longest request has `max_rows` rows: query heads times tokens."""
         if not self.is_exact:
             return fitting_tile_rows(max_rows, dtype)
         # Chosen for long suffixes, since attention of short ones is bound by memory anyway.

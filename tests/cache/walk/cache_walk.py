@@ -583,7 +583,10 @@ class Walk:
 
     def hold(self) -> None:
         held, holder = self.cache.held, self._choose_writer()
-        if holder is not None and held.num_blocks + held.num_more([HeldPath.of(holder.lease)]) <= held.max_blocks:
+        if (
+            holder is not None
+            and held.num_blocks + held.num_blocks_to_add([HeldPath.of(holder.lease)]) <= held.max_blocks
+        ):
             holder.hold()
             self.events["leases held"] += 1
 

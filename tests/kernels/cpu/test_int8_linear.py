@@ -43,7 +43,6 @@ def test_zeros_and_non_finite_values_are_preserved() -> None:
     assert product[3].isfinite().all()
 
 
-@pytest.mark.sampled(one_in=3)
 @needs_exact_int8
 def test_a_row_does_not_depend_on_the_row_count() -> None:
     rows, packed = random(600, 100), pack_int8(random(37, 100))
