@@ -171,8 +171,8 @@ def run_profiler(traffic: Traffic, fault: Fault, share: float, *, has_sessions: 
     )
 
 
-def _live_profile(requests: Sequence[AgentRequest], decode: Decode, *, has_sessions: bool = True) -> MissReport:
-    """Return what the profiler of a server, which has unlimited time here, finds in requests that arrive in turn.
+def _live_profile(requests: Sequence[AgentRequest], decode: Decode, *, has_sessions: bool) -> MissReport:
+    """Return what the profiler of a server, which has unlimited time here, finds in requests that arrive one by one.
 
     Args:
         requests: the requests, in the order in which they arrive.

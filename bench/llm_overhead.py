@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 ratios.append(took_s["llm"] / took_s["engine"])
                 for name, each_s in took_s.items():
                     seconds[name].append(each_s)
-    # Positions as in `statistics.quantiles`, which needs two values before Python 3.13.
+    # Exclusive quartiles, like those of `statistics.quantiles`, which needs two values before Python 3.13.
     low, middle, high = np.percentile(ratios, (25, 50, 75), method="weibull").tolist()
     ratio_of_sums = sum(seconds["llm"]) / sum(seconds["engine"])
     print(f"LLM / engine: median {middle:.4f}, quartiles {low:.4f} to {high:.4f}, of all rounds {ratio_of_sums:.4f}")

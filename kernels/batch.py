@@ -61,7 +61,7 @@ class PagedBatch:
         kv_lens: Sequence[int],
         block_tables: Sequence[npt.NDArray[np.int32]],
         block_size: int,
-        device: torch.device | str | None = None,
+        device: torch.device | str = "cpu",
     ) -> PagedBatch:
         """Build the batch of one step.
 
@@ -77,7 +77,7 @@ class PagedBatch:
             kv_lens: prefix plus suffix tokens of each request; `kv_lens[i] >= query_lens[i]`.
             block_tables: int32 block ids of each request, at least `ceil(kv_lens[i] / block_size)` of them.
             block_size: tokens per block.
-            device: device of the tensors; None for the host.
+            device: device of the tensors.
         """
         table_blocks = -(-max(kv_lens) // block_size)
         tables = np.zeros((len(kv_lens), table_blocks), dtype=np.int32)
@@ -94,7 +94,7 @@ class PagedBatch:
             block_size=block_size,
             host_tables=tables,
         )
-        return batch if device is None else batch.to(torch.device(device))
+        return batch.to(torch.device(device))
 
     def to(self, device: torch.device) -> PagedBatch:
         """Return the same batch with its tensors on a device; see `to_device`."""

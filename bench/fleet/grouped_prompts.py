@@ -42,7 +42,7 @@ class Geometry:
     question_tokens: int
     new_tokens: int
 
-    def make_prompts(self, seed: int | str = 0) -> list[list[int]]:
+    def make_prompts(self, seed: int = 0) -> list[list[int]]:
         """Return all prompts in the order in which they are sent: shuffled. The same seed gives the same prompts."""
         all_prompts = []
         for group in range(self.groups):

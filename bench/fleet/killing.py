@@ -22,7 +22,7 @@ def kill_one(
     before: Sequence[PromptOutcome],
     concurrency: int,
 ) -> dict[str, Any]:
-    """Send all prompts again, and kill a replica after a third of them, at the earliest after the first one.
+    """Send all prompts again, and kill a replica when a third of them, and at least one, have ended.
 
     Args:
         fleet: the running fleet.

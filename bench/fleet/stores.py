@@ -88,7 +88,7 @@ async def _measure(addresses: Sequence[str], options: argparse.Namespace) -> lis
         if round_number % 2 == 0:
             names.reverse()
         for name in names:
-            prompts = geometry.make_prompts(f"{options.seed} {round_number}")
+            prompts = geometry.make_prompts(options.seed + round_number)
             tokens = await _ask_all(addresses, prompts, options.concurrency, knows_stores=_KNOWS_STORES[name])
             rows.append({"router knows": name, "round": round_number, **tokens})
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)

@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = Config.load(None, ["server.port=0", *options.settings])
         tokenizer_path = None if config.server.http_port is None else "tiny"  # the HTTP port requires a tokenizer
         null_engine = build_null_engine(config, options.vocab_size, options.step_ms / 1000)
-        run(null_engine, config.server, tokenizer_path, config if config.gateway.enabled else None)
+        run(null_engine, config.server, tokenizer_path, config)
 
 
 if __name__ == "__main__":

@@ -129,8 +129,9 @@ def public_tokens(items: Sequence[WorkItem], prefix_tokens: int) -> PublicTokens
 def count_reusable_tokens(items: Sequence[WorkItem], public: PublicTokens | None = None) -> int:
     """Count the tokens that prompts, served one by one, share with an earlier prompt of their namespace.
 
-    A cache of infinite size reuses as many. Public prefixes count as earlier than all prompts of their adapter. The
-    last token of a prompt is always computed. In sorted order, the prompt with the longest common prefix is a neighbor.
+    A cache of infinite size would reuse exactly these. Public prefixes count as earlier than all prompts of their
+    adapter. The last token of a prompt is always computed. In sorted order, the prompt with the longest common prefix
+    is a neighbor.
     """
     earlier: dict[tuple[str, str], list[bytes]] = {}
     public_keys: defaultdict[str, list[bytes]] = defaultdict(list)

@@ -123,8 +123,8 @@ class Tails:
     """The tails of tiles with the same number of rows and of keys: the last keys of each tile, which are masked.
 
     Attributes:
-        rows: the rows in the group. If the group has several tiles, int64 `[num_tiles * num_rows]`; each tile is padded
-            by repeating its last row.
+        rows: the rows in the group. Of a single tile, a range that extends into the padding of the group's rows; of
+            several tiles, int64 `[num_tiles * num_rows]`, where each tile is padded by repeating its last row.
         positions: int64 `[num_tiles, num_rows]`, the position of each row; `num_rows` is a multiple of `ROWS_MULTIPLE`.
         first_keys: int64 `[num_tiles]`, the position of each tile's first key.
         block_ids: int64, the blocks of the keys, tile by tile.

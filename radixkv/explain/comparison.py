@@ -12,7 +12,7 @@ from radixkv.explain.kinds import TextPair, kind_of
 from radixkv.explain.realignment import Realignment, Tokens
 from radixkv.invocation import MAX_INVOKED_VOCAB
 
-NUM_SHOWN_TOKENS = 16  # of each side, from the difference on
+_NUM_SHOWN_TOKENS = 16  # of each side, from the difference on
 NUM_SHOWN_BEFORE = 8  # tokens before the difference
 _NUM_CONTEXT_TOKENS = 32  # equal tokens before and after a span that are decoded with it, to show what it is a part of
 # Longer spans, and longer texts around a differing span, are not examined as text; only their tokens are compared.
@@ -101,7 +101,7 @@ def excerpt_of(tokens: Tokens, span: int | None, decoder: Decoder | None, vocab_
         decoder: decodes tokens at the difference; None to return no text.
         vocab_size: number of token ids of the model; see `plain_ids`.
     """
-    shown = tokens[:NUM_SHOWN_TOKENS]
+    shown = tokens[:_NUM_SHOWN_TOKENS]
     ids = tuple(plain_ids(shown, vocab_size))
     num_different = len(ids) if span is None else min(span, len(ids))
     if decoder is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -108,6 +109,7 @@ class SimulatedTiers:
         self._load_or_compute = LoadOrCompute(block_size)
         self._loaded_tokens: Counter[str] = Counter()
         self._waiting: dict[Request, Callable[[Request], None]] = {}
+        self._arrivals = itertools.count()
 
     def connect(self, cache: PrefixCache) -> None:
         """Connect the tiers to the cache, which was built with `index` as a listener."""
@@ -158,6 +160,7 @@ class SimulatedTiers:
             on_ready: called when the blocks of the request are loaded; opens the lease and calls `fill`.
         """
         request = Request(params, namespace, Future[PrefillResult](), self._clock.now_s)
+        request.set_arrival(next(self._arrivals))
         if self._offload.begin(request):
             self._waiting[request] = on_ready
             self._process()
@@ -201,11 +204,9 @@ class SimulatedTiers:
     def _process(self) -> None:
         """Do what the engine does between two steps."""
         self._prefetcher.look_ahead(self._clock.now_s)
-        ready = set(self._prefetcher.take(self._offload.ready()))
-        if ready:
-            for request in [each for each in self._waiting if each in ready]:  # in order of arrival
-                on_ready = self._waiting.pop(request)
-                on_ready(request)
+        for request in self._prefetcher.take(self._offload.ready()):
+            on_ready = self._waiting.pop(request)
+            on_ready(request)
         self._offload.copy()
         self._offload.save()
 

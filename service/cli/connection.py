@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # importing this loads gRPC, which --help and argument errors
 
 TOKEN_VARIABLE = "RADIXKV_TOKEN"
 
-# Of commands that list what a service knows of its tenants.
+# For commands whose output can be restricted to one tenant.
 TENANT = Option(
     "--tenant",
     "NAME",

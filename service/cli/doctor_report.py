@@ -45,7 +45,7 @@ def server_diagnosis_text(response: DiagnoseResponse, price: float | None = None
 
 
 def log_diagnosis_text(diagnosis: LogDiagnosis, price: float | None) -> str:
-    """Return the diagnosis of a log in lines, the most expensive cause first; `price` as for a server."""
+    """Return the diagnosis of a log, the most expensive cause first. `price` is as in `server_diagnosis_text`."""
     computed_tokens = diagnosis.computed_tokens
     seconds = "" if diagnosis.computed_s is None else f", which takes {duration(diagnosis.computed_s)}"
     lines = [

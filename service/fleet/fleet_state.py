@@ -119,10 +119,10 @@ class FleetState:
         )
 
     def _fingerprint(self) -> str:
-        """Return the fingerprint of the model that most of the replicas have which are up.
+        """Return the most common model fingerprint of the replicas that are up, or of all replicas if none is up.
 
-        Replicas differ while a new model replaces another one. If two models have equally many replicas, the model of
-        the replica that joined first is returned.
+        Replicas differ while a new model replaces another one. If two models have equally many replicas, that of the
+        replica that joined first is returned.
         """
         replicas = [each for each in self._connections.values() if each.is_up] or self._connections.values()
         return Counter(each.facts.fingerprint for each in replicas).most_common(1)[0][0]

@@ -68,7 +68,7 @@ def make_server(options: Sequence[tuple[str, Any]], max_concurrent_calls: int) -
 
 
 def is_kept(record: logging.LogRecord) -> bool:
-    """Return whether a record of gRPC's log is kept, because it is not one that clients can cause at will."""
+    """Return False for records of gRPC's log that clients can cause at will."""
     return not record.getMessage().startswith(_RECORDS_OF_CLIENTS)
 
 

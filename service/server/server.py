@@ -74,8 +74,8 @@ class Server:
         engine: answers requests.
         config: addresses, limits and the drain timeout.
         model_path: the model whose tokenizer is served, see `ModelTokenizer`; None for a model without files.
-        gateway: the configuration of the whole service. If it enables the gateway, gateways may call the server; None
-            if not.
+        gateway: the whole configuration, from which the gateway's service is created if `gateway.enabled` is set; None
+            for no gateway.
         count_refusal: is called with the exception of each call that is refused by the server, and not by the engine.
         auth: authenticates and authorizes callers; by default as configured.
 

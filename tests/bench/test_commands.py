@@ -33,7 +33,7 @@ def test_a_benchmark_is_a_command_with_options(
 @pytest.mark.parametrize("file", sorted((_BENCH / "results").glob("*.json")), ids=lambda file: file.stem)
 def test_a_result_names_its_command_commit_machine_and_versions(file: Path) -> None:
     fields = {"command", "commit", "date", "machine", "versions"}
-    if file.stem == "simulate_returns":  # an older result, of which bench/README.md says so
+    if file.stem == "simulate_returns":  # an older result; see bench/README.md
         fields = {"command"}
     result = json.loads(file.read_text(encoding="utf-8"))
     assert [name for name in sorted(fields) if not result.get(name)] == []

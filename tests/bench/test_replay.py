@@ -320,6 +320,18 @@ def test_the_first_signal_ends_a_measurement_and_the_previous_handler_gets_the_s
         signal.signal(signal_number, previous_handler)
 
 
+def test_without_a_signal_the_previous_handlers_are_restored() -> None:
+    signal_numbers = (signal.SIGINT, signal.SIGTERM)
+
+    async def run() -> None:
+        before = [signal.getsignal(signal_number) for signal_number in signal_numbers]
+        with Interruption().handled():
+            assert [signal.getsignal(signal_number) for signal_number in signal_numbers] != before
+        assert [signal.getsignal(signal_number) for signal_number in signal_numbers] == before
+
+    asyncio.run(run())
+
+
 def test_requests_take_turns_with_adapters_and_tenants() -> None:
     options = parse_options([*SMALL, "--adapters", "3", "--tenants", "2"])
     items = options.build_items()

@@ -254,7 +254,7 @@ def test_a_number_without_a_node_has_no_branch(number: int) -> None:
     assert branches_of(published, number) == []
 
 
-def test_places_of_other_tenants_are_left_out() -> None:
+def test_segments_of_other_tenants_are_left_out() -> None:
     published = Published("abcdefgh")
     published.publish("abcdefgh", OTHER)
     numbers = [node.segment_number for node in published.cache.nodes()]

@@ -40,8 +40,8 @@ class Bench:
     Attributes:
         clock: the clock of the profiler.
         work_s: CPU seconds that the profiler's thread believes to have used.
-        cached: the branches of the fake engine, by segment_number.
-        lookups: the segment_numbers, the tenant and the session of each look-up in the engine.
+        cached: the branches of the fake engine, by segment number.
+        lookups: the segment numbers, the tenant and the session of each look-up in the engine.
         error: the exception with which look-ups fail; None if they succeed.
     """
 

@@ -17,7 +17,7 @@ from radixkv.model.attention.refused_attention import TORCH
 
 
 class PlansOfStep:
-    """The attention plans of the batches of a step, by what distinguishes layers.
+    """The attention plans of a step: for each batch, by the properties of the layers that share a plan.
 
     A step has up to two batches: one for the block pool, and one for the parts of windowed layers, or for the rows of a
     shortened last layer. The plans of earlier steps are dropped.

@@ -132,7 +132,7 @@ class TritonKernels:
         )
 
     def tile_rows(self, max_rows: int, dtype: torch.dtype) -> int:
-        """Return the rows per tile for a batch whose longest request has `max_rows` rows: query heads times tokens."""
+        """Return the rows per tile if the longest request has `max_rows` rows: tokens times query heads per KV head."""
         if not self.is_exact:
             return fitting_tile_rows(max_rows, dtype)
         # Chosen for long suffixes, since attention of short ones is bound by memory anyway.

@@ -28,9 +28,9 @@ class NamespaceKeys:
         self.num_by_tenant: Counter[str] = Counter()
         self._owners: dict[bytes, Namespace] = {}
         self._keys: dict[Namespace, set[bytes]] = {}
-        self._places: dict[Namespace, int] = {}  # numbers in the order in which the namespaces were added
-        self._by_place: SortedDict[int, Namespace] = SortedDict()
-        self._next_place = itertools.count()
+        self._numbers: dict[Namespace, int] = {}  # numbers in the order in which the namespaces were added
+        self._by_number: SortedDict[int, Namespace] = SortedDict()
+        self._next_number = itertools.count()
 
     def __len__(self) -> int:
         return len(self._owners)
@@ -55,8 +55,8 @@ class NamespaceKeys:
         self._owners[key] = namespace
         if namespace not in self._keys:
             self._keys[namespace] = set()
-            self._places[namespace] = next(self._next_place)
-            self._by_place[self._places[namespace]] = namespace
+            self._numbers[namespace] = next(self._next_number)
+            self._by_number[self._numbers[namespace]] = namespace
         self._keys[namespace].add(key)
         self.num_by_tenant[namespace.tenant] += 1
 
@@ -66,7 +66,7 @@ class NamespaceKeys:
         self._keys[namespace].discard(key)
         if not self._keys[namespace]:
             del self._keys[namespace]
-            del self._by_place[self._places.pop(namespace)]
+            del self._by_number[self._numbers.pop(namespace)]
         self.num_by_tenant[namespace.tenant] -= 1
         if not self.num_by_tenant[namespace.tenant]:
             del self.num_by_tenant[namespace.tenant]
@@ -80,7 +80,9 @@ class NamespaceKeys:
         return len(self._keys.get(namespace, ()))
 
     def page(self, start: int, tenant: str | None, max_listed: int) -> StoredPage:
-        """List namespaces by place, from the place `start` on. A page may be empty although further pages follow.
+        """List namespaces in the order of their numbers, from `start` on.
+
+        A page may be empty although further pages follow.
 
         A namespace that has blocks during a whole listing is on exactly one page.
 
@@ -88,11 +90,11 @@ class NamespaceKeys:
         """
         listed: list[StoredNamespace] = []
         next_start = None
-        for num_passed, place in enumerate(islice(self._by_place.irange(start), MAX_PASSED + 1)):
+        for num_passed, number in enumerate(islice(self._by_number.irange(start), MAX_PASSED + 1)):
             if num_passed == MAX_PASSED or len(listed) == min(max_listed, MAX_LISTED):
-                next_start = place
+                next_start = number
                 break
-            namespace = self._by_place[place]
+            namespace = self._by_number[number]
             if tenant is None or namespace.tenant == tenant:
                 listed.append(StoredNamespace(namespace, len(self._keys[namespace])))
         # `num_compared` does not count all examined namespaces, since that would reveal other tenants.

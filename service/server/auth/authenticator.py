@@ -91,7 +91,7 @@ class CredentialAuthenticator:
         for pem in auth_properties.get("x509_pem_cert", ()):  # TLS checks the expiry only when a connection begins
             try:
                 expires_at_s = expiry_of(pem)
-            except ValueError:  # OpenSSL accepts some certificates that do not follow RFC 5280
+            except ValueError:  # TLS has accepted it, but cryptography cannot parse it
                 raise InvalidCredential("certificate: its time of expiry cannot be read; use another one") from None
             if self._unix_time_s() >= expires_at_s:
                 raise InvalidCredential("certificate: it has expired; reconnect with a new one")

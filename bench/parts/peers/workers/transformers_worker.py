@@ -145,7 +145,7 @@ class Batching:
 
 
 def _cache_keyword(model: Any) -> str:
-    """Return the argument with which a model takes a cache: `cache` since transformers 5.24, before `past_key_values`.
+    """Return the name of a model's cache argument: `cache` since transformers 5.24, `past_key_values` before.
 
     `cache_name` in radixkv does the same, but a worker of another engine does not import radixkv, since its start is
     timed.

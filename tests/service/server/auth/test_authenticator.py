@@ -1,3 +1,4 @@
+import ssl
 from datetime import UTC, datetime
 
 import pytest
@@ -87,3 +88,12 @@ def test_the_expiry_of_a_certificate_is_read(year: int) -> None:
 def test_bytes_that_are_no_certificate_are_refused(pem: bytes) -> None:
     with pytest.raises(ValueError):
         expiry_of(pem)
+
+
+def test_a_certificate_of_version_2_is_not_parsed() -> None:
+    pem = trustme.CA().issue_cert("a.example").cert_chain_pems[0].bytes()
+    version_3, version_2 = bytes.fromhex("a003020102"), bytes.fromhex("a003020101")
+    der = ssl.PEM_cert_to_DER_cert(pem.decode())
+    assert version_3 in der
+    with pytest.raises(ValueError, match="version"):
+        expiry_of(ssl.DER_cert_to_PEM_cert(der.replace(version_3, version_2, 1)).encode())

@@ -117,7 +117,7 @@ def test_the_hottest_segments_are_listed_first_with_pins_and_retention(engine):
 
 def test_pages_are_made_of_a_bounded_number_of_calls(engine, monkeypatch):
     monkeypatch.setattr(segments_module, "MAX_CALLS", 1)
-    # A call to the engine scans at most two places of the index.
+    # A call to the engine scans at most two numbers of the index.
     monkeypatch.setattr("radixkv.cache.segment_index.MAX_PASSED", 2)
 
     def talk(address):

@@ -10,7 +10,7 @@ import pytest
 from bench.parts.peers import checkpoint
 from bench.parts.peers.workers.loop import WorkerOptions
 from bench.parts.peers.workers.task import Task
-from bench.parts.peers.workers.transformers_worker import start
+from bench.parts.peers.workers.transformers_worker import _cache_keyword, start
 
 
 def prompts() -> list[list[int]]:
@@ -25,6 +25,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
     checkpoint.main("tiny", "float32", str(directory))
     return directory
+
+
+def test_the_cache_argument_depends_on_the_version_of_transformers() -> None:
+    class Older:
+        def forward(self, past_key_values: object = None) -> None: ...
+
+    class Newer:
+        def forward(self, cache: object = None) -> None: ...
+
+    assert (_cache_keyword(Older()), _cache_keyword(Newer())) == ("past_key_values", "cache")
 
 
 def test_a_copied_cache_changes_no_token(model: Path) -> None:
